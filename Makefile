@@ -1,0 +1,42 @@
+# Every target is one line to remember; `make help` lists them.
+PYTHON ?= python3
+VENV   := .venv
+BIN    := $(VENV)/bin
+READY  := $(VENV)/.ready
+
+.DEFAULT_GOAL := help
+.PHONY: help run test check lint format bench clean
+
+help: ## Show this list
+	@awk -F':.*## ' '/^[a-z]+:.*## / {printf "  \033[1mmake %-8s\033[0m %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+
+$(READY): pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/pip install --quiet --constraint constraints.txt --editable '.[dev]'
+	@touch $@
+
+run: $(READY) ## Install, then show how two models shrink
+	$(BIN)/anycostfl inspect --model cnn --alpha 0.25
+	$(BIN)/anycostfl inspect --model resnet18 --alpha 0.25
+
+test: lint ## Install, then run every quick check: lint, types, layers, tests
+	$(BIN)/python -m pytest -n 2 -m "not slow"
+
+check: lint ## The same with the slow tests and coverage
+	$(BIN)/python -m pytest -n 2 --cov --cov-report=term
+
+lint: $(READY) ## Ruff, mypy strict, import-linter
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+format: $(READY) ## Let ruff put the code in order
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+bench: $(READY) ## Measure; takes minutes, wants a quiet machine
+	$(BIN)/python benchmarks/shrink.py
+
+clean: ## Remove the environment and all caches
+	rm -rf $(VENV) build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache

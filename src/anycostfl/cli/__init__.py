@@ -1,0 +1,47 @@
+"""The command line: one file per command, found by its name (docs/decisions/0002).
+
+A file `cli/NAME.py` with a function `NAME` is the command `anycostfl NAME`. Exit codes: 0 done,
+1 a bug in this program, 2 something the user can mend (the message says how), 130 Ctrl-C.
+"""
+
+from __future__ import annotations
+
+import importlib
+import pkgutil
+import sys
+
+import typer
+
+from anycostfl.cli._console import fail
+from anycostfl.types import AnycostError
+
+
+def build_app() -> typer.Typer:
+    """Collect every command of this package into one application."""
+    app = typer.Typer(
+        name="anycostfl",
+        help="Train one model across devices that differ in speed, radio and battery.",
+        no_args_is_help=True,
+        add_completion=False,
+        pretty_exceptions_enable=False,
+        rich_markup_mode="rich",
+    )
+    app.callback()(_root)
+    for info in pkgutil.iter_modules(__path__):
+        if not info.name.startswith("_"):
+            module = importlib.import_module(f"{__name__}.{info.name}")
+            app.command(name=info.name)(getattr(module, info.name))
+    return app
+
+
+def _root() -> None:
+    """Keep sub-commands even while there is only one."""
+
+
+def main() -> None:
+    """Run the command line; user errors end with one clear message instead of a traceback."""
+    try:
+        build_app()()
+    except AnycostError as error:
+        fail(error)
+        sys.exit(2)

@@ -1,0 +1,40 @@
+"""VGG-9 for 32×32 colour images, 3,491,530 parameters, no BatchNorm (paper V-A, CIFAR-10)."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from anycostfl.types import ModelSpec
+
+
+class Vgg9(nn.Module):
+    """Three pairs of 3×3 convolutions, each pair followed by pooling, then three linear layers."""
+
+    def __init__(self, classes: int = 10) -> None:
+        super().__init__()
+        widths = [3, 32, 64, 128, 128, 256, 256]
+        self.convs = nn.ModuleList(nn.Conv2d(i, o, 3, padding=1) for i, o in pairwise(widths))
+        self.fc1 = nn.Linear(256 * 4 * 4, 512)
+        self.fc2 = nn.Linear(512, 512)
+        self.fc3 = nn.Linear(512, classes)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Map images (batch, 3, 32, 32) to logits (batch, classes)."""
+        for first, second in zip(self.convs[::2], self.convs[1::2], strict=True):
+            x = F.relu(first(x))
+            x = F.relu(F.max_pool2d(second(x), 2))
+        x = F.relu(self.fc1(x.flatten(1)))
+        x = F.relu(self.fc2(x))
+        logits: Tensor = self.fc3(x)
+        return logits
+
+
+MODEL = ModelSpec(
+    build=Vgg9,
+    example=lambda batch: torch.randn(batch, 3, 32, 32),
+    summary="VGG-9, 32×32 colour",
+)

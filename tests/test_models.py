@@ -1,0 +1,26 @@
+"""Every architecture is found by its name and has the size its paper gives."""
+
+import pytest
+import torch
+
+from anycostfl import models
+from anycostfl.types import UnknownName
+
+PARAMETERS = {"cnn": 1_663_370, "vgg9": 3_491_530}
+
+
+@pytest.mark.parametrize("name", models.names())
+def test_builds_and_maps_its_example_to_ten_classes(name: str) -> None:
+    spec = models.load(name)
+    with torch.no_grad():
+        assert spec.build()(spec.example(3)).shape == (3, 10)
+
+
+@pytest.mark.parametrize(("name", "count"), PARAMETERS.items())
+def test_parameter_count_is_the_papers(name: str, count: int) -> None:
+    assert sum(p.numel() for p in models.load(name).build().parameters()) == count
+
+
+def test_unknown_name_lists_the_known_ones() -> None:
+    with pytest.raises(UnknownName, match="vgg9"):
+        models.load("vgg99")
