@@ -10,10 +10,11 @@ PARAMETERS = {"cnn": 1_663_370, "vgg9": 3_491_530}
 
 
 @pytest.mark.parametrize("name", models.names())
-def test_builds_and_maps_its_example_to_ten_classes(name: str) -> None:
+def test_maps_its_example_to_classes(name: str) -> None:
     spec = models.load(name)
+    classes = 80 if name == "lstm" else 10
     with torch.no_grad():
-        assert spec.build()(spec.example(3)).shape == (3, 10)
+        assert spec.build()(spec.example(3)).shape == (3, classes)
 
 
 @pytest.mark.parametrize(("name", "count"), PARAMETERS.items())

@@ -1,5 +1,26 @@
 """Train one model across devices of very different speed, radio and battery (AnycostFL)."""
 
-from anycostfl.types import AnycostError
+from anycostfl.shrink import ElasticModel, SubModel, WidthPlan, recalibrate
+from anycostfl.types import (
+    AlphaError,
+    AnycostError,
+    NotShrinkable,
+    ShapeMismatch,
+    TraceError,
+    UnknownName,
+    Update,
+)
 
-__all__ = ["AnycostError"]
+__all__ = [
+    "AlphaError",
+    "AnycostError",
+    "ElasticModel",
+    "NotShrinkable",
+    "ShapeMismatch",
+    "SubModel",
+    "TraceError",
+    "UnknownName",
+    "Update",
+    "WidthPlan",
+    "recalibrate",
+]

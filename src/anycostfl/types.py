@@ -39,3 +39,11 @@ class ModelSpec:
     build: Callable[[], nn.Module]
     example: Callable[[int], Tensor]
     summary: str
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Update:
+    """Values per tensor, and a mask of the same shape that says which of them were sent."""
+
+    values: dict[str, Tensor]
+    masks: dict[str, Tensor]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 
-from rich.console import Console
+from rich.console import Console, JustifyMethod
 from rich.markup import escape
 from rich.table import Table
 
@@ -27,7 +27,8 @@ def table(title: str, columns: Sequence[str], rows: Sequence[Sequence[object]]) 
     """Build a table; a column whose title starts with '>' is aligned to the right."""
     view = Table(title=title, title_justify="left", header_style="bold", expand=False)
     for column in columns:
-        view.add_column(column.removeprefix(">"), justify="right" if column[0] == ">" else "left")
+        side: JustifyMethod = "right" if column.startswith(">") else "left"
+        view.add_column(column.removeprefix(">"), justify=side, overflow="fold")
     for row in rows:
         view.add_row(*(escape(str(cell)) for cell in row))
     return view

@@ -1,0 +1,224 @@
+"""Which channels of any nn.Module move together (the ground of Sec. III-B).
+
+`trace` runs the model once on example inputs. Every index of every parameter dimension starts as an
+atom of its own; operations join atoms into classes (`rules.py`). A class is a channel; classes that
+every operation treated alike form a `Group`, the unit that is sorted and shrunk.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections import Counter, defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
+
+from anycostfl.coupling.atoms import AtomClasses, Label, Reason
+from anycostfl.coupling.result import Cost, Coupling, Extent, Group, Pin, Returned, Slot, Widths
+from anycostfl.coupling.rules import RULES, unknown, whole_blocks
+from anycostfl.coupling.tracer import Labels, Tracer, evaluation, follow
+from anycostfl.types import TraceError
+
+__all__ = [
+    "Coupling",
+    "Group",
+    "Reason",
+    "Slot",
+    "Widths",
+    "evaluation",
+    "tensors_of",
+    "trace",
+    "whole_blocks",
+]
+
+Watch = Callable[[], Mapping[str, Tensor]]
+
+
+def tensors_of(model: nn.Module) -> dict[str, Tensor]:
+    """Every parameter and buffer by name; shared ones appear under each of their names."""
+    return {
+        **dict(model.named_parameters(remove_duplicate=False)),
+        **dict(model.named_buffers(remove_duplicate=False)),
+    }
+
+
+def trace(
+    model: nn.Module,
+    inputs: Sequence[Any],
+    *,
+    forward: Callable[..., Any] | None = None,
+    watch: Watch = dict,
+) -> Coupling:
+    """Find the coupled channels of a model by one forward pass on example inputs.
+
+    `forward` may run the model in some other way; `watch` then names the intermediate tensors
+    whose extents are wanted.
+    """
+    tracer = Tracer(RULES, unknown)
+    named = tensors_of(model)
+    first_name: dict[int, str] = {}
+    for name, tensor in named.items():
+        if first_name.setdefault(id(tensor), name) == name:
+            tracer.enter(tensor)
+    for tensor in _tensors(inputs):
+        tracer.enter_data(tensor)
+    with evaluation(model, plain=True), follow(model, tracer), tracer:
+        result = _run(forward or model, inputs)
+    first_run = list(tracer.products)
+    if any(id(tensor) not in tracer.used and tensor.dim() for tensor in named.values()):
+        _explore(model, inputs, tracer)
+        tracer.products[:] = first_run  # what the example costs, not the exploration
+    for tensor in _tensors(result):
+        for label in tracer.labels(tensor):
+            tracer.classes.pin(label, Reason("output", "", "is an output of the model"))
+    return _collect(tracer, named, {n: first_name[id(t)] for n, t in named.items()}, watch())
+
+
+def _tensors(tree: Any) -> list[Tensor]:
+    return [x for x in tree_leaves(tree) if isinstance(x, Tensor)]
+
+
+def _run(forward: Callable[..., Any], inputs: Sequence[Any]) -> Any:
+    try:
+        return forward(*inputs)
+    except Exception as error:
+        shapes = ", ".join(str(tuple(getattr(x, "shape", ()))) for x in inputs)
+        raise TraceError(
+            f"the model cannot run on its example input of shape {shapes}: {error}. "
+            "Give example inputs just as the model's forward takes them, batch first."
+        ) from error
+
+
+def _explore(model: nn.Module, inputs: Sequence[Any], tracer: Tracer) -> None:
+    """Run on the negated example too: a branch on the data may use what the first run did not."""
+    negated = [-x if isinstance(x, Tensor) and x.is_floating_point() else x for x in inputs]
+    for tensor in _tensors(negated):
+        tracer.enter_data(tensor)
+    with evaluation(model, plain=True), tracer, contextlib.suppress(Exception):
+        model(*negated)
+
+
+def _collect(
+    tracer: Tracer,
+    named: Mapping[str, Tensor],
+    aliases: Mapping[str, str],
+    watched: Mapping[str, Tensor],
+) -> Coupling:
+    """Turn classes of atoms into groups, pins, costs and expected shapes."""
+    labels = {
+        name: tracer.labels(tensor) for name, tensor in named.items() if aliases[name] == name
+    }
+    pinned = tracer.classes.pinned()
+    groups = _groups(tracer, labels, pinned)
+    extents = _Extents(tracer.classes, groups)
+    return Coupling(
+        groups=groups,
+        pins=_pins(tracer.classes, labels, pinned),
+        costs=tuple(
+            Cost(2 * p.fixed / tracer.samples, p.passes, tuple(extents.of(*s) for s in p.sizes))
+            for p in tracer.products
+        ),
+        returned=tuple(
+            Returned(o.module, tuple(map(extents.of_shape, o.shapes, o.labels)))
+            for o in tracer.outputs
+        ),
+        watched={n: extents.of_shape(t.shape, tracer.labels(t)) for n, t in watched.items()},
+        aliases=aliases,
+        unused=tuple(n for n, t in named.items() if t.dim() and id(t) not in tracer.used),
+    )
+
+
+Place = tuple[str, int]
+"""A tensor's name and one of its dimensions."""
+
+Places = dict[Place, list[int]]
+
+
+def _groups(
+    tracer: Tracer, labels: Mapping[str, Labels], pinned: Mapping[int, Reason]
+) -> tuple[Group, ...]:
+    """Classes with one layout and one signature form a group, if a weight produces them."""
+    signatures = tracer.classes.signatures()
+    alike: dict[object, list[tuple[int, Places]]] = defaultdict(list)
+    for root, places in _places(tracer.classes, labels, pinned).items():
+        layout = tuple((place, len(positions)) for place, positions in places.items())
+        alike[int(signatures[root]), layout].append((root, places))
+    producing = _producing(tracer, labels)
+    found = [_group(members, producing) for members in alike.values() if len(members) > 1]
+    return tuple(group for group in found if any(slot.produces for slot in group.slots))
+
+
+def _places(
+    classes: AtomClasses, labels: Mapping[str, Labels], pinned: Mapping[int, Reason]
+) -> dict[int, Places]:
+    """For every class that may move: the positions it owns, per tensor and dimension."""
+    places: dict[int, Places] = defaultdict(lambda: defaultdict(list))
+    for name, dims in labels.items():
+        for dim, label in enumerate(dims):
+            for position, root in enumerate(_roots(classes, label)):
+                if root not in pinned:
+                    places[root][name, dim].append(position)
+    return places
+
+
+def _roots(classes: AtomClasses, label: Label) -> list[int]:
+    return [] if label is None else classes.roots(label).tolist()
+
+
+def _producing(tracer: Tracer, labels: Mapping[str, Labels]) -> set[Place]:
+    """The weight dimensions that are outputs of some layer."""
+    outputs = [label for label in tracer.producers if label is not None]
+    produced = np.concatenate([np.empty(0, np.int64), *outputs])
+    return {
+        (name, dim)
+        for name, dims in labels.items()
+        for dim, label in enumerate(dims)
+        if label is not None and len(dims) > 1 and np.isin(label, produced).any()
+    }
+
+
+def _group(members: list[tuple[int, Places]], producing: set[Place]) -> Group:
+    members = sorted(members, key=lambda member: list(member[1].values()))
+    slots = tuple(
+        Slot(*place, np.array([places[place] for _, places in members]), place in producing)
+        for place in members[0][1]
+    )
+    lead = next((slot for slot in slots if slot.produces), slots[0])
+    # Several groups can share a weight (the parts of a split): the first position tells which.
+    offset = int(lead.index.min())
+    name = lead.tensor.removesuffix(".weight") + (f"[{offset}:]" if offset else "")
+    return Group(name, len(members), slots, np.array([root for root, _ in members]))
+
+
+def _pins(
+    classes: AtomClasses, labels: Mapping[str, Labels], pinned: Mapping[int, Reason]
+) -> tuple[Pin, ...]:
+    """What each pinned dimension is pinned by; kernel positions are no channels and left out."""
+    pins = []
+    for name, dims in labels.items():
+        for dim, label in enumerate(dims):
+            roots = _roots(classes, label)
+            counts = Counter(pinned[root] for root in roots if root in pinned)
+            pins += [Pin(name, dim, n, reason) for reason, n in counts.items()]
+    return tuple(pin for pin in pins if not (pin.dim > 1 and pin.reason.operation == "convolution"))
+
+
+class _Extents:
+    """Reads labels as sizes that depend on widths."""
+
+    def __init__(self, classes: AtomClasses, groups: Sequence[Group]) -> None:
+        self._classes = classes
+        self._owner = {int(root): (g.name, g.size) for g in groups for root in g.roots}
+
+    def of(self, size: int, label: Label) -> Extent:
+        """The extent of a dimension of this size and label."""
+        roots = _roots(self._classes, label)
+        owners = Counter(self._owner[root] for root in roots if root in self._owner)
+        return Extent(size, {name: (n / full, full) for (name, full), n in owners.items()})
+
+    def of_shape(self, shape: Sequence[int], labels: Labels) -> tuple[Extent, ...]:
+        """The extents of all dimensions of a tensor."""
+        return tuple(self.of(size, label) for size, label in zip(shape, labels, strict=True))

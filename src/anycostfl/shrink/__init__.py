@@ -1,0 +1,8 @@
+"""Elastic model shrinking (Sec. III-B): sort channels, plan widths, cut, scatter back."""
+
+from anycostfl.shrink.elastic import ElasticModel, SubModel
+from anycostfl.shrink.order import Order
+from anycostfl.shrink.statistics import recalibrate
+from anycostfl.shrink.widths import WidthPlan
+
+__all__ = ["ElasticModel", "Order", "SubModel", "WidthPlan", "recalibrate"]

@@ -1,0 +1,33 @@
+"""BatchNorm's running statistics: never sent, never averaged, measured anew (docs/decisions/0003).
+
+A sub-model's activations have other means and variances than the full model's, so statistics from
+different widths cannot be averaged. Devices train on batch statistics; whoever needs a model for
+inference runs a few batches through `recalibrate` first.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from torch import Tensor, nn
+
+from anycostfl.coupling import evaluation
+
+
+def recalibrate(module: nn.Module, batches: Iterable[Tensor]) -> None:
+    """Set every BatchNorm's running statistics to their average over these batches, in place."""
+    norms = [
+        m
+        for m in module.modules()
+        if isinstance(m, nn.modules.batchnorm._BatchNorm) and m.track_running_stats
+    ]
+    momenta = [norm.momentum for norm in norms]
+    with evaluation(module):  # dropout stays off
+        for norm in norms:
+            norm.reset_running_stats()
+            norm.momentum = None  # the plain average of all batches
+            norm.train()
+        for batch in batches:
+            module(batch)
+    for norm, momentum in zip(norms, momenta, strict=True):
+        norm.momentum = momentum

@@ -1,0 +1,261 @@
+"""A trace checks itself before anyone relies on it.
+
+Two experiments on the real model. First, moving channels must not move the output: a group whose
+random permutation does is pinned. Second, a cut must follow the trace: at random widths every
+module of the sub-model must return the shapes that the trace predicts. If one does not, in this
+order: the groups of that module turn together (one dial), or the model's literal sizes are
+rewritten, or those groups are pinned.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, fx, nn
+from torch.utils._pytree import tree_leaves
+
+from anycostfl.coupling import Coupling, Reason, evaluation, tensors_of, trace
+from anycostfl.shrink.cut import cut
+from anycostfl.shrink.literals import as_graph, rewrite, trace_graph
+from anycostfl.shrink.order import permute
+from anycostfl.shrink.widths import Dial, regions
+
+TOLERANCE = 1e-5
+"""How far permuted channels may move the output, relative to its largest entry."""
+
+TRIALS = 2
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Recipe:
+    """How to cut a model: what to copy, its coupling, and which groups turn together."""
+
+    source: nn.Module
+    coupling: Coupling
+    dials: tuple[Dial, ...]
+
+    def build(self, widths: Mapping[str, int]) -> nn.Module:
+        """The sub-model of these widths."""
+        small = cut(self.source, regions(self.coupling, widths, tensors_of(self.source)))
+        if isinstance(small, fx.GraphModule):
+            watched = self.coupling.watched.items()
+            rewrite(small, {name: [round(e.at(widths)) for e in dims] for name, dims in watched})
+        return small
+
+
+def verified_recipe(model: nn.Module, inputs: Sequence[Any]) -> Recipe:
+    """Trace a model and keep only what both experiments confirm."""
+    coupling = pin_movers(model, inputs, trace(model, inputs))
+    recipe = Recipe(model, coupling, _free_dials(coupling))
+    failure = first_failure(recipe, inputs)
+    while failure is not None:
+        recipe, failure = _mend(recipe, failure, model, inputs)
+    return recipe
+
+
+def _free_dials(coupling: Coupling) -> tuple[Dial, ...]:
+    return tuple(Dial(((group.name, group.size),)) for group in coupling.groups)
+
+
+# --- moving channels must not move the output ---------------------------------------------------
+
+
+def pin_movers(model: nn.Module, inputs: Sequence[Any], coupling: Coupling) -> Coupling:
+    """Pin every group whose channels are not exchangeable after all."""
+    with evaluation(model):
+        names = [group.name for group in coupling.groups]
+        if _displacement(model, inputs, coupling, names) <= TOLERANCE:
+            return coupling
+        for name in names:
+            moved = _displacement(model, inputs, coupling, [name])
+            if not moved <= TOLERANCE:
+                why = f"moving its channels moved the output by {moved:.1e}"
+                coupling = coupling.freeze([name], Reason("permutation", "", why))
+    return coupling
+
+
+def _displacement(
+    model: nn.Module, inputs: Sequence[Any], coupling: Coupling, names: Sequence[str]
+) -> float:
+    """How far the output moves, relative to its size, when these groups are shuffled."""
+    generator = torch.Generator().manual_seed(0)
+    order = {
+        g.name: torch.randperm(g.size, generator=generator)
+        if g.name in names
+        else torch.arange(g.size)
+        for g in coupling.groups
+    }
+    own = {n: t for n, t in tensors_of(model).items() if coupling.aliases[n] == n}
+    state = _stirred(own, generator)
+    moved = _distance(model, inputs, state, permute(coupling, state, order))
+    if moved <= TOLERANCE:
+        return moved
+    # Deep models can lose this much to rounding: look again with twice the digits.
+    state = {n: x.double() if x.is_floating_point() else x for n, x in state.items()}
+    try:
+        return _distance(model, inputs, state, permute(coupling, state, order))
+    except RuntimeError:  # a model that insists on a dtype of its own
+        return moved
+
+
+def _distance(
+    model: nn.Module, inputs: Sequence[Any], state: dict[str, Tensor], moved: dict[str, Tensor]
+) -> float:
+    """The largest difference between the outputs of two states, relative to the largest output."""
+    before, after = (torch.cat(_outputs(model, s, inputs)) for s in (state, moved))
+    return float((before - after).abs().max() / before.abs().max().clamp(min=1e-30))
+
+
+def _stirred(state: Mapping[str, Tensor], generator: torch.Generator) -> dict[str, Tensor]:
+    """The state with some noise: layers fresh from their maker are often all zeros or ones."""
+    stirred = {}
+    for name, tensor in state.items():
+        stirred[name] = tensor.detach()
+        if tensor.is_floating_point() and tensor.numel():
+            scale = 0.1 * (tensor.detach().square().mean().sqrt() + 0.1)
+            noise = torch.rand(tensor.shape, generator=generator).to(tensor)
+            stirred[name] = tensor.detach() + scale * noise  # upwards: variances stay positive
+    return stirred
+
+
+def _outputs(model: nn.Module, state: dict[str, Tensor], inputs: Sequence[Any]) -> list[Tensor]:
+    dtype = next((t.dtype for t in state.values() if t.is_floating_point()), torch.float32)
+    given = tuple(
+        x.to(dtype) if isinstance(x, Tensor) and x.is_floating_point() else x for x in inputs
+    )
+    result = torch.func.functional_call(model, state, given)
+    return [x.double().flatten() for x in tree_leaves(result) if isinstance(x, Tensor)]
+
+
+# --- a cut must follow the trace ---------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Failure:
+    """The first module call whose result is not what the trace predicts."""
+
+    position: int
+    module: str
+    message: str
+
+
+def first_failure(recipe: Recipe, inputs: Sequence[Any]) -> Failure | None:
+    """Try cuts at random widths; the earliest failure of any, or None."""
+    random = np.random.default_rng(0)
+    failures = []
+    for _ in range(TRIALS if recipe.dials else 0):
+        widths: dict[str, int] = {}
+        for dial in recipe.dials:
+            widths |= dial.widths(int(random.integers(1, max(dial.steps, 2))))
+        failure = _try_cut(recipe, widths, inputs)
+        if failure is not None:
+            failures.append(failure)
+    return min(failures, key=lambda failure: failure.position, default=None)
+
+
+def _try_cut(recipe: Recipe, widths: Mapping[str, int], inputs: Sequence[Any]) -> Failure | None:
+    expected = [(e.module, e.at(widths)) for e in recipe.coupling.returned]
+    try:
+        small = recipe.build(widths)
+    except Exception as error:
+        return Failure(-1, "", f"cannot be copied: {error}")
+    seen, message = _module_outputs(small, inputs)
+    for position, (wanted, got) in enumerate(zip(expected, seen, strict=False)):
+        if wanted != got:
+            return Failure(position, got[0], f"returned {got[1]} where {wanted[1]} was expected")
+    if message is not None:
+        module = expected[len(seen)][0] if len(seen) < len(expected) else ""
+        return Failure(len(seen), module, message)
+    return None
+
+
+def _module_outputs(
+    model: nn.Module, inputs: Sequence[Any]
+) -> tuple[list[tuple[str, tuple[tuple[int, ...], ...]]], str | None]:
+    """What each module call returned, in order, and the message if the model failed on the way."""
+    seen = []
+    handles = []
+    for name, module in model.named_modules():
+
+        def leave(_m: nn.Module, _a: Any, result: Any, name: str = name) -> None:
+            tensors = (x for x in tree_leaves(result) if isinstance(x, Tensor))
+            seen.append((name, tuple(tuple(x.shape) for x in tensors)))
+
+        handles.append(module.register_forward_hook(leave))
+    try:
+        with evaluation(model):
+            model(*inputs)
+    except Exception as error:
+        return seen, str(error).splitlines()[0]
+    finally:
+        for handle in handles:
+            handle.remove()
+    return seen, None
+
+
+# --- what to do about a failure ----------------------------------------------------------------
+
+
+def _mend(
+    recipe: Recipe, failure: Failure, model: nn.Module, inputs: Sequence[Any]
+) -> tuple[Recipe, Failure | None]:
+    """The first remedy that gets further than the failure; see the module docstring."""
+    names = _groups_of(recipe, failure.module)
+    together = _turn_together(recipe, names)
+    after = first_failure(together, inputs)
+    if after is None or after.position > failure.position:
+        return together, after
+    if recipe.source is model and (graph := as_graph(model)) is not None:
+        rewritten = _through_graph(recipe, graph, inputs)
+        after = first_failure(rewritten, inputs)
+        if after is None or after.module != failure.module:
+            return rewritten, after
+    reason = Reason("cut", failure.module, f"a narrower copy fails: {failure.message}")
+    for pinned in [*({name} for name in sorted(names)), names]:  # one if it is enough, or all
+        smaller = _without(recipe, pinned, reason)
+        after = first_failure(smaller, inputs)
+        if after is None or after.position > failure.position:
+            break
+    return smaller, after
+
+
+def _through_graph(recipe: Recipe, graph: fx.GraphModule, inputs: Sequence[Any]) -> Recipe:
+    """The same recipe with the forward captured as a graph, whose literals can be rewritten."""
+    coupling = pin_movers(graph, inputs, trace_graph(graph, inputs))
+    same = coupling.full() == recipe.coupling.full()
+    return Recipe(graph, coupling, recipe.dials if same else _free_dials(coupling))
+
+
+def _groups_of(recipe: Recipe, module: str) -> set[str]:
+    """The groups that run through a module's own tensors; of its parents' if it has none."""
+    while True:
+        prefix = f"{module}." if module else ""
+        found = {
+            group.name
+            for group in recipe.coupling.groups
+            for slot in group.slots
+            if slot.tensor.startswith(prefix)
+        }
+        if found or not module:
+            return found
+        module = module.rpartition(".")[0]
+
+
+def _turn_together(recipe: Recipe, names: set[str]) -> Recipe:
+    """Merge the dials of these groups into one."""
+    merged = [dial for dial in recipe.dials if names & {name for name, _ in dial.sizes}]
+    one = Dial(tuple(size for dial in merged for size in dial.sizes))
+    if len(merged) < 2 or one.steps < 2:
+        return recipe
+    return replace(recipe, dials=(one, *(d for d in recipe.dials if d not in merged)))
+
+
+def _without(recipe: Recipe, names: set[str], reason: Reason) -> Recipe:
+    """Pin these groups."""
+    kept = tuple(d for d in recipe.dials if not names & {name for name, _ in d.sizes})
+    lost = {name for d in recipe.dials if d not in kept for name, _ in d.sizes}
+    return Recipe(recipe.source, recipe.coupling.freeze(lost, reason), kept)

@@ -1,0 +1,388 @@
+"""The zoo on which elasticity must hold: our own models and modules odd enough to break it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from anycostfl import models
+
+
+class UNet(nn.Module):
+    """Skip connections by concatenation, transposed convolution, interpolation."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.down1, self.down2 = nn.Conv2d(3, 8, 3, padding=1), nn.Conv2d(8, 16, 3, padding=1)
+        self.up = nn.ConvTranspose2d(16, 8, 2, stride=2)
+        self.merge, self.head = nn.Conv2d(16, 12, 3, padding=1), nn.Conv2d(12, 2, 1)
+
+    def forward(self, x: Tensor) -> Any:
+        a = F.relu(self.down1(x))
+        b = F.relu(self.down2(F.max_pool2d(a, 2)))
+        c = torch.cat([a, self.up(b)], 1)
+        return self.head(F.relu(self.merge(c)))
+
+
+class ConcatGroupedSqueeze(nn.Module):
+    """Concatenation, grouped convolution, squeeze-and-excite."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Conv2d(3, 8, 3, padding=1), nn.Conv2d(3, 8, 5, padding=2)
+        self.grouped = nn.Conv2d(16, 24, 3, padding=1, groups=2)
+        self.squeeze, self.excite = nn.Linear(24, 6), nn.Linear(6, 24)
+        self.head = nn.Linear(24, 5)
+
+    def forward(self, x: Tensor) -> Any:
+        y = F.relu(self.grouped(torch.cat([F.relu(self.a(x)), torch.sigmoid(self.b(x))], 1)))
+        gate = torch.sigmoid(self.excite(F.relu(self.squeeze(y.mean((2, 3))))))
+        return self.head((y * gate[:, :, None, None]).mean((2, 3)))
+
+
+class Glu(nn.Module):
+    """A gated linear unit: halves of one layer meet place by place."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(6, 24), nn.Linear(12, 3)
+
+    def forward(self, x: Tensor) -> Any:
+        return self.down(F.glu(self.up(x), -1))
+
+
+class ChannelShuffle(nn.Module):
+    """ShuffleNet's grouped 1×1 convolutions with shuffled channels between them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem = nn.Conv2d(3, 24, 1)
+        self.first, self.second = nn.Conv2d(24, 24, 1, groups=3), nn.Conv2d(24, 24, 1, groups=3)
+        self.head = nn.Linear(24, 4)
+
+    def forward(self, x: Tensor) -> Any:
+        x = F.relu(self.first(F.relu(self.stem(x))))
+        batch, channels, height, width = x.shape
+        x = x.view(batch, 3, channels // 3, height, width).transpose(1, 2).flatten(1, 2)
+        return self.head(self.second(x).mean((2, 3)))
+
+
+class SharedConv(nn.Module):
+    """One convolution applied three times."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem, self.shared = nn.Conv2d(3, 8, 3, padding=1), nn.Conv2d(8, 8, 3, padding=1)
+        self.head = nn.Linear(8, 4)
+
+    def forward(self, x: Tensor) -> Any:
+        x = self.stem(x)
+        for _ in range(3):
+            x = F.relu(self.shared(x))
+        return self.head(x.mean((2, 3)))
+
+
+class Gru(nn.Module):
+    """A GRU and its last state."""
+
+    def __init__(self, *, bidirectional: bool = False) -> None:
+        super().__init__()
+        self.gru = nn.GRU(5, 8, batch_first=True, bidirectional=bidirectional)
+        self.head = nn.Linear(8, 3)
+
+    def forward(self, x: Tensor) -> Any:
+        return self.head(self.gru(x)[0][:, -1])
+
+
+class BiLstm(nn.Module):
+    """Two directions, concatenated."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lstm = nn.LSTM(5, 8, batch_first=True, bidirectional=True)
+        self.head = nn.Linear(16, 3)
+
+    def forward(self, x: Tensor) -> Any:
+        return self.head(self.lstm(x)[0].mean(1))
+
+
+class ConvNextBlock(nn.Module):
+    """Depthwise 7×7, LayerNorm over channels last, inverted bottleneck, layer scale at 1e-6."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem = nn.Conv2d(3, 12, 2, stride=2)
+        self.depthwise = nn.Conv2d(12, 12, 7, padding=3, groups=12)
+        self.norm = nn.LayerNorm(12)
+        self.up, self.down = nn.Linear(12, 48), nn.Linear(48, 12)
+        self.scale = nn.Parameter(1e-6 * torch.ones(12))
+        self.head = nn.Linear(12, 4)
+
+    def forward(self, x: Tensor) -> Any:
+        x = self.stem(x)
+        y = self.norm(self.depthwise(x).permute(0, 2, 3, 1))
+        y = self.scale * self.down(F.gelu(self.up(y)))
+        return self.head((x + y.permute(0, 3, 1, 2)).mean((2, 3)))
+
+
+class Mixer(nn.Module):
+    """MLP-Mixer: one layer mixes tokens, one mixes channels."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.patches = nn.Conv2d(3, 16, 4, stride=4)
+        self.norm1, self.norm2 = nn.LayerNorm(16), nn.LayerNorm(16)
+        self.tokens1, self.tokens2 = nn.Linear(4, 8), nn.Linear(8, 4)
+        self.channels1, self.channels2 = nn.Linear(16, 32), nn.Linear(32, 16)
+        self.head = nn.Linear(16, 4)
+
+    def forward(self, x: Tensor) -> Any:
+        x = self.patches(x).flatten(2).transpose(1, 2)
+        mixed = self.tokens2(F.gelu(self.tokens1(self.norm1(x).transpose(1, 2))))
+        x = x + mixed.transpose(1, 2)
+        x = x + self.channels2(F.gelu(self.channels1(self.norm2(x))))
+        return self.head(x.mean(1))
+
+
+class RopeAttention(nn.Module):
+    """Rotary positions: each channel of a head is bound to its partner half a head away."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Linear(5, 16)
+        self.q, self.k, self.v = (nn.Linear(16, 16) for _ in range(3))
+        self.out, self.head = nn.Linear(16, 16), nn.Linear(16, 3)
+        angles = torch.outer(torch.arange(6.0), 0.5 ** torch.arange(4.0))
+        self.cos: Tensor
+        self.sin: Tensor
+        self.register_buffer("cos", angles.cos().repeat(1, 2))
+        self.register_buffer("sin", angles.sin().repeat(1, 2))
+
+    def rotate(self, x: Tensor) -> Tensor:
+        first, second = x.chunk(2, -1)
+        return x * self.cos + torch.cat([-second, first], -1) * self.sin
+
+    def forward(self, x: Tensor) -> Any:
+        x = self.embed(x)
+        q, k, v = (f(x).unflatten(-1, (2, -1)).transpose(1, 2) for f in (self.q, self.k, self.v))
+        y = F.scaled_dot_product_attention(self.rotate(q), self.rotate(k), v)
+        return self.head(x + self.out(y.transpose(1, 2).flatten(2))).mean(1)
+
+
+class TiedEmbedding(nn.Module):
+    """A language model whose output layer is its embedding."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(20, 12)
+        self.up, self.down = nn.Linear(12, 24), nn.Linear(24, 12)
+        self.head = nn.Linear(12, 20, bias=False)
+        self.head.weight = self.embedding.weight
+
+    def forward(self, tokens: Tensor) -> Any:
+        x = self.embedding(tokens)
+        return self.head(x + self.down(F.relu(self.up(x))))
+
+
+class EncoderLayer(nn.Module):
+    """torch's own transformer layer, whose attention insists on width = heads · head size."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Linear(5, 16)
+        self.layer = nn.TransformerEncoderLayer(16, 4, 24, dropout=0.0, batch_first=True)
+        self.head = nn.Linear(16, 3)
+
+    def forward(self, x: Tensor) -> Any:
+        return self.head(self.layer(self.embed(x)).mean(1))
+
+
+class InPlace(nn.Module):
+    """In-place activations and an in-place write into a slice."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(6, 12), nn.Linear(12, 12)
+        self.head = nn.Linear(12, 3)
+
+    def forward(self, x: Tensor) -> Any:
+        x = self.a(x).relu_()
+        y = torch.zeros_like(x)
+        y.add_(self.b(x)).mul_(0.5)
+        y[:, :] += x
+        return self.head(y.tanh_())
+
+
+class DataDependent(nn.Module):
+    """A branch on the data, which graph capture refuses."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b, self.c = nn.Linear(6, 12), nn.Linear(12, 12), nn.Linear(12, 12)
+        self.head = nn.Linear(12, 3)
+
+    def forward(self, x: Tensor) -> Any:
+        hidden = F.relu(self.a(x))
+        hidden = self.b(hidden) if float(x.sum()) > 0 else self.c(hidden)
+        return self.head(F.relu(hidden))
+
+
+class LiteralView(nn.Module):
+    """The size of the flattened image is written into forward, as tutorials do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv, self.fc1 = nn.Conv2d(1, 8, 3, padding=1), nn.Linear(8 * 16, 20)
+        self.fc2 = nn.Linear(20, 4)
+
+    def forward(self, x: Tensor) -> Any:
+        x = F.max_pool2d(F.relu(self.conv(x)), 2)
+        return self.fc2(F.relu(self.fc1(x.view(-1, 128))))
+
+
+class LiteralHeads(nn.Module):
+    """Attention with its sizes as attributes, split and joined by them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.width, self.heads, self.size = 16, 2, 8
+        self.embed, self.qkv = nn.Linear(5, 16), nn.Linear(16, 48)
+        self.out, self.head = nn.Linear(16, 16), nn.Linear(16, 3)
+
+    def forward(self, x: Tensor) -> Any:
+        batch, length, _ = x.shape
+        x = self.embed(x)
+        q, k, v = self.qkv(x).split(self.width, dim=2)
+        shape = (batch, length, self.heads, self.size)
+        q, k, v = (t.reshape(shape).transpose(1, 2) for t in (q, k, v))
+        y = F.scaled_dot_product_attention(q, k, v).transpose(1, 2)
+        return self.head(x + self.out(y.reshape(batch, length, self.width))).mean(1)
+
+
+class Einsum(nn.Module):
+    """Weights as bare parameters, contracted by einsum."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.w1 = nn.Parameter(torch.randn(6, 10) / 3)
+        self.w2 = nn.Parameter(torch.randn(10, 4) / 3)
+
+    def forward(self, x: Tensor) -> Any:
+        return torch.einsum("bi,io->bo", torch.einsum("bi,io->bo", x, self.w1).relu(), self.w2)
+
+
+class GroupNorms(nn.Module):
+    """GroupNorm with few wide groups (inside) and many narrow ones (whole)."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Conv2d(3, 24, 3, padding=1), nn.Conv2d(24, 24, 3, padding=1)
+        self.few, self.many = nn.GroupNorm(2, 24), nn.GroupNorm(8, 24)
+        self.head = nn.Linear(24, 4)
+
+    def forward(self, x: Tensor) -> Any:
+        x = F.relu(self.few(self.a(x)))
+        return self.head(F.relu(self.many(self.b(x))).mean((2, 3)))
+
+
+class ResNeXt(nn.Module):
+    """A grouped convolution with many small groups, which go as a whole."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.reduce = nn.Conv2d(3, 16, 1)
+        self.grouped = nn.Conv2d(16, 32, 3, padding=1, groups=8)
+        self.head = nn.Linear(32, 4)
+
+    def forward(self, x: Tensor) -> Any:
+        return self.head(F.relu(self.grouped(F.relu(self.reduce(x)))).mean((2, 3)))
+
+
+class PixelShuffle(nn.Module):
+    """Super-resolution: blocks of four channels become 2×2 pixels."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Conv2d(3, 24, 3, padding=1), nn.Conv2d(6, 8, 3, padding=1)
+        self.head = nn.Conv2d(8, 3, 1)
+
+    def forward(self, x: Tensor) -> Any:
+        return self.head(F.relu(self.b(F.pixel_shuffle(F.relu(self.a(x)), 2))))
+
+
+class Cumulative(nn.Module):
+    """One hidden width runs through cumsum, which depends on the order; the other does not."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b, self.head = nn.Linear(6, 10), nn.Linear(10, 8), nn.Linear(8, 3)
+
+    def forward(self, x: Tensor) -> Any:
+        return self.head(F.relu(self.b(self.a(x).cumsum(1))))
+
+
+@dataclass(frozen=True)
+class Case:
+    """An architecture, an input for it, and whether a cut equals the masked full model.
+
+    It does not where a norm or softmax runs over the cut dimension, or where a masked channel is
+    not silent (sigmoid(0) is not 0).
+    """
+
+    build: Callable[[], nn.Module]
+    example: Callable[[int], Tensor]
+    masked_equal: bool = True
+
+
+def vectors(batch: int) -> Tensor:
+    return torch.randn(batch, 6)
+
+
+def sequences(batch: int) -> Tensor:
+    return torch.randn(batch, 6, 5)
+
+
+def images(batch: int) -> Tensor:
+    return torch.randn(batch, 3, 8, 8)
+
+
+def _ours(name: str, example: Callable[[int], Tensor], *, masked_equal: bool = True) -> Case:
+    """One of the package's models, on an input small enough for float64."""
+    return Case(models.load(name).build, example, masked_equal)
+
+
+ZOO: dict[str, Case] = {
+    "cnn": _ours("cnn", models.load("cnn").example),
+    "vgg9": _ours("vgg9", models.load("vgg9").example),
+    "resnet18": _ours("resnet18", images),
+    "resnet18_gn": _ours("resnet18_gn", images),
+    "mobilenet": _ours("mobilenet", images),
+    "vit": _ours("vit", models.load("vit").example, masked_equal=False),
+    "lstm": _ours("lstm", lambda batch: torch.randint(80, (batch, 9))),
+    "unet": Case(UNet, images),
+    "concat_grouped_squeeze": Case(ConcatGroupedSqueeze, images),
+    "glu": Case(Glu, vectors),
+    "channel_shuffle": Case(ChannelShuffle, images),
+    "shared_conv": Case(SharedConv, images),
+    "gru": Case(Gru, sequences),
+    "bilstm": Case(BiLstm, sequences),
+    "convnext": Case(ConvNextBlock, images, masked_equal=False),
+    "mixer": Case(Mixer, images, masked_equal=False),
+    "rope": Case(RopeAttention, sequences, masked_equal=False),
+    "tied_embedding": Case(TiedEmbedding, lambda batch: torch.randint(20, (batch, 6))),
+    "encoder_layer": Case(EncoderLayer, sequences, masked_equal=False),
+    "in_place": Case(InPlace, vectors),
+    "data_dependent": Case(DataDependent, vectors),
+    "literal_view": Case(LiteralView, lambda batch: torch.randn(batch, 1, 8, 8)),
+    "literal_heads": Case(LiteralHeads, sequences, masked_equal=False),
+    "einsum": Case(Einsum, vectors),
+    "group_norms": Case(GroupNorms, images, masked_equal=False),
+    "resnext": Case(ResNeXt, images),
+    "pixel_shuffle": Case(PixelShuffle, images),
+    "cumulative": Case(Cumulative, vectors),
+}

@@ -1,0 +1,313 @@
+"""Width rules, plans, scattering back, and everything that can be asked wrongly."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+
+from anycostfl import (
+    AlphaError,
+    ElasticModel,
+    NotShrinkable,
+    ShapeMismatch,
+    TraceError,
+    UnknownName,
+    models,
+    recalibrate,
+)
+from anycostfl.coupling import tensors_of
+from anycostfl.shrink.widths import Dial
+
+
+def elastic(name: str, rule: str = "sqrt") -> ElasticModel:
+    spec = models.load(name)
+    return ElasticModel(spec.build(), spec.example(2), rule=rule)
+
+
+@pytest.fixture(scope="module")
+def cnn() -> ElasticModel:
+    return elastic("cnn")
+
+
+@pytest.fixture(scope="module")
+def fast_cnn() -> ElasticModel:
+    return elastic("cnn", "fast")
+
+
+def test_the_papers_example_halves_every_hidden_layer() -> None:
+    layers = [nn.Linear(5, 16), nn.ReLU(), nn.Linear(16, 32), nn.ReLU(), nn.Linear(32, 64)]
+    net = ElasticModel(nn.Sequential(*layers, nn.ReLU(), nn.Linear(64, 3)), torch.randn(2, 5))
+    assert list(net.plan(0.25).widths.values()) == [8, 16, 32]
+
+
+@given(alpha=st.floats(1e-6, 1.0))
+def test_sqrt_widths_are_the_papers(cnn: ElasticModel, alpha: float) -> None:
+    wanted = [max(1, math.floor(math.sqrt(alpha) * n + 1e-9)) for n in (32, 64, 512)]
+    assert list(cnn.plan(alpha).widths.values()) == wanted
+
+
+@given(alpha=st.floats(0.01, 1.0))
+def test_fast_widths_never_cost_more_than_alpha(fast_cnn: ElasticModel, alpha: float) -> None:
+    assert fast_cnn.plan(alpha).flops_ratio <= 1.01 * alpha
+
+
+@pytest.mark.parametrize("name", ["vgg9", "resnet18"])
+def test_fast_widths_use_up_most_of_alpha(name: str) -> None:
+    net = elastic(name, "fast")
+    for alpha in torch.linspace(0.1, 1, 19).tolist():
+        assert net.plan(alpha).flops_ratio >= 0.9 * alpha
+
+
+def test_fast_widths_are_multiples_that_hardware_likes() -> None:
+    net = elastic("vgg9", "fast")
+    for alpha in (0.75, 0.5, 0.25):
+        assert all(width % 8 == 0 for width in net.plan(alpha).widths.values())
+
+
+def test_dials_keep_proportions() -> None:
+    dial = Dial((("stream", 64), ("head", 16)))
+    assert dial.steps == 16
+    assert dial.widths(5) == {"stream": 20, "head": 5}
+
+
+def test_size_is_32_bits_per_parameter(cnn: ElasticModel) -> None:
+    assert cnn.size_bits == 32 * 1_663_370
+
+
+def test_importance_counts_all_producers_in_float64() -> None:
+    """Hand-computed: channel norms of two producers are added before sorting."""
+    net = ElasticModel(Residual(), torch.randn(2, 2))
+    with torch.no_grad():
+        net.module.get_parameter("a.weight").copy_(torch.tensor([[3.0, 0], [0, 1], [2, 0]]))
+        net.module.get_parameter("b.weight").copy_(
+            torch.tensor([[0.0, 0, 0], [0, 4, 0], [0, 0, 1]])
+        )
+    # squared norms: 9 + 0, 1 + 16, 4 + 1
+    assert net.sort_channels()["a"].tolist() == [1, 0, 2]
+
+
+class Residual(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b, self.head = nn.Linear(2, 3), nn.Linear(3, 3), nn.Linear(3, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.a(x)
+        result: Tensor = self.head(F.relu(x + self.b(x)))
+        return result
+
+
+def test_equal_channels_keep_their_order() -> None:
+    net = elastic("cnn")
+    with torch.no_grad():
+        for parameter in net.module.parameters():
+            parameter.fill_(0.5)
+    for order in net.sort_channels().values():
+        assert torch.equal(order, torch.arange(len(order)))
+
+
+def test_scatter_puts_values_where_they_came_from(cnn: ElasticModel) -> None:
+    plan = cnn.plan(0.3)
+    state = {n: p.detach() for n, p in cnn.module.named_parameters()}
+    update = cnn.scatter(cnn.take(state, plan), plan)
+    for key, tensor in state.items():
+        assert torch.equal(update.values[key], tensor * update.masks[key])
+        assert int(update.masks[key].sum()) == math.prod(plan.shapes[key])
+
+
+def test_scatter_handles_indices_that_are_no_prefix() -> None:
+    """A fused query-key-value weight keeps the start of every head."""
+    net = elastic("vit")
+    plan = net.plan(0.25)
+    mask = net.scatter(
+        {n: torch.ones(plan.shapes[n]) for n, _ in net.module.named_parameters()}, plan
+    ).masks["blocks.0.attention.qkv.weight"]
+    rows = mask[:, 0].view(3, 4, 32)  # (query key value, head, size)
+    assert rows[..., :16].all()
+    assert not rows[..., 16:].any()
+
+
+@settings(deadline=None, max_examples=40)
+@given(
+    widths=st.lists(st.integers(2, 9), min_size=1, max_size=4),
+    residual=st.booleans(),
+    norm=st.booleans(),
+    alpha=st.floats(0.05, 1),
+)
+def test_random_networks_sort_and_shrink(
+    widths: list[int], residual: bool, norm: bool, alpha: float
+) -> None:
+    module = RandomNet(widths, residual=residual, norm=norm).double().eval()
+    x = torch.randn(4, 3, dtype=torch.float64)
+    net = ElasticModel(module, x)
+    before = module(x)
+    net.sort_channels()
+    assert torch.allclose(before, module(x), rtol=1e-9, atol=1e-12)
+    assert net.shrink(alpha).module(x).shape == before.shape
+
+
+class RandomNet(nn.Module):
+    """Linear layers of random widths, perhaps normalised, perhaps with shortcuts."""
+
+    def __init__(self, widths: list[int], *, residual: bool, norm: bool) -> None:
+        super().__init__()
+        sizes = [3, *widths]
+        self.layers = nn.ModuleList(map(nn.Linear, sizes, widths))
+        self.norms = nn.ModuleList(nn.BatchNorm1d(n) if norm else nn.Identity() for n in widths)
+        self.inner = nn.ModuleList(nn.Linear(n, n) for n in widths) if residual else None
+        self.head = nn.Linear(widths[-1], 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for i, (layer, norm) in enumerate(zip(self.layers, self.norms, strict=True)):
+            x = F.relu(norm(layer(x)))
+            x = x if self.inner is None else x + self.inner[i](x)
+        result: Tensor = self.head(x)
+        return result
+
+
+# --- BatchNorm --------------------------------------------------------------------------------
+
+
+def test_recalibration_measures_mean_and_variance() -> None:
+    net = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Dropout(0.5)).train()
+    batches = [torch.randn(8, 3) for _ in range(3)]
+    hidden = [net[0](batch) for batch in batches]
+    recalibrate(net, batches)
+    norm = net[1]
+    assert isinstance(norm, nn.BatchNorm1d)
+    assert norm.running_mean is not None
+    assert norm.running_var is not None
+    assert torch.allclose(norm.running_mean, torch.stack([h.mean(0) for h in hidden]).mean(0))
+    assert torch.allclose(norm.running_var, torch.stack([h.var(0) for h in hidden]).mean(0))
+    assert norm.momentum == 0.1
+    assert all(module.training for module in net.modules())
+
+
+def test_recalibration_rescues_a_narrow_sub_model() -> None:
+    """With the full model's statistics a sub-model's normalised activations are off."""
+    net = elastic("resnet18")
+    batches = [torch.randn(16, 3, 8, 8) for _ in range(2)]
+    recalibrate(net.module, batches)
+    net.sort_channels()
+    sub = net.shrink(0.1).module
+    stale = _spread(sub, batches[0])
+    recalibrate(sub, batches)
+    assert abs(_spread(sub, batches[0]) - 1) < abs(stale - 1)
+    assert abs(_spread(sub, batches[0]) - 1) < 0.1
+
+
+def _spread(module: nn.Module, batch: Tensor) -> float:
+    """The standard deviation after the last norm layer, which should be one."""
+    seen: list[Tensor] = []
+    norms = [m for m in module.modules() if isinstance(m, nn.BatchNorm2d)]
+    handle = norms[5].register_forward_hook(lambda *args: seen.append(args[2]))
+    with torch.no_grad():
+        module.eval()(batch)
+    handle.remove()
+    return float(seen[0].std())
+
+
+# --- bad input ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("alpha", [0.0, -0.5, 1.0001, 2.0, math.nan, math.inf])
+def test_alpha_outside_its_range_is_refused(cnn: ElasticModel, alpha: float) -> None:
+    with pytest.raises(AlphaError, match="above 0 and at most 1"):
+        cnn.shrink(alpha)
+
+
+def test_an_example_the_model_rejects_is_refused_with_its_shape() -> None:
+    with pytest.raises(TraceError, match=r"\(2, 3, 28, 28\).*expected input"):
+        ElasticModel(models.load("cnn").build(), torch.randn(2, 3, 28, 28))
+
+
+def test_a_missing_example_is_refused() -> None:
+    with pytest.raises(TraceError, match="example input"):
+        ElasticModel(models.load("cnn").build())
+
+
+def test_a_model_without_free_channels_only_has_alpha_one() -> None:
+    net = ElasticModel(nn.Linear(4, 3), torch.randn(2, 4))
+    assert net.shrink(1.0).plan.flops_ratio == 1
+    with pytest.raises(NotShrinkable, match="is an output of the model"):
+        net.shrink(0.5)
+
+
+def test_an_unknown_rule_is_refused() -> None:
+    with pytest.raises(UnknownName, match="sqrt, fast"):
+        ElasticModel(nn.Linear(4, 3), torch.randn(2, 4), rule="cubic")
+
+
+def test_a_state_that_does_not_fit_is_refused_whole(cnn: ElasticModel) -> None:
+    before = {n: t.clone() for n, t in tensors_of(cnn.module).items()}
+    state = {n: torch.zeros_like(t) for n, t in before.items()}
+    del state["fc1.bias"]
+    state["fc2.bias"] = torch.zeros(3)
+    state["extra"] = torch.zeros(1)
+    problems = r"fc1.bias is missing.*extra is not part.*fc2.bias has shape \(3,\) instead"
+    order = cnn.sort_channels()
+    sorted_state = {n: t.clone() for n, t in tensors_of(cnn.module).items()}
+    with pytest.raises(ShapeMismatch, match=problems):
+        cnn.load(state)
+    with pytest.raises(ShapeMismatch, match=problems):
+        cnn.permute(state, order)
+    assert all(torch.equal(t, sorted_state[n]) for n, t in tensors_of(cnn.module).items())
+
+
+def test_an_update_of_another_width_is_refused(cnn: ElasticModel) -> None:
+    other = {n: torch.zeros(cnn.plan(0.5).shapes[n]) for n, _ in cnn.module.named_parameters()}
+    with pytest.raises(ShapeMismatch, match=r"conv1\.weight has shape"):
+        cnn.scatter(other, cnn.plan(0.25))
+
+
+def test_a_batch_of_one_is_enough() -> None:
+    spec = models.load("cnn")
+    assert ElasticModel(spec.build(), spec.example(1)).coupling.full() == {
+        "conv1": 32,
+        "conv2": 64,
+        "fc1": 512,
+    }
+
+
+def test_a_model_that_cannot_be_copied_is_pinned_not_broken() -> None:
+    class Uncopyable(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a, self.head = nn.Linear(4, 6), nn.Linear(6, 2)
+
+        def __deepcopy__(self, memo: object) -> Uncopyable:
+            raise TypeError("holds a socket")
+
+        def forward(self, x: Tensor) -> Tensor:
+            result: Tensor = self.head(F.relu(self.a(x))) if float(x.sum()) else x
+            return result
+
+    net = ElasticModel(Uncopyable(), torch.randn(2, 4))
+    with pytest.raises(NotShrinkable, match="holds a socket"):
+        net.shrink(0.5)
+
+
+def test_sizes_that_nothing_can_mend_are_pinned_with_the_reason() -> None:
+    """A literal size behind a branch on the data: no graph, so those channels stay."""
+
+    class Stubborn(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.conv, self.fc1, self.fc2 = nn.Conv2d(1, 8, 3), nn.Linear(72, 10), nn.Linear(10, 2)
+
+        def forward(self, x: Tensor) -> Tensor:
+            y = self.conv(x)
+            y = y.view(-1, 72) if float(y.sum()) != 0 else y.flatten(1)
+            result: Tensor = self.fc2(F.relu(self.fc1(y)))
+            return result
+
+    net = ElasticModel(Stubborn(), torch.randn(2, 1, 5, 5))
+    assert "conv" not in net.coupling.full()
+    assert any(p.reason.operation == "cut" and p.tensor == "conv.weight" for p in net.coupling.pins)
+    assert net.shrink(0.25).module(torch.randn(3, 1, 5, 5)).shape == (3, 2)
