@@ -303,7 +303,7 @@ def test_sizes_that_nothing_can_mend_are_pinned_with_the_reason() -> None:
 
         def forward(self, x: Tensor) -> Tensor:
             y = self.conv(x)
-            y = y.view(-1, 72) if float(y.sum()) != 0 else y.flatten(1)
+            y = y.view(-1, 72) if float(y.detach().sum()) != 0 else y.flatten(1)
             result: Tensor = self.fc2(F.relu(self.fc1(y)))
             return result
 

@@ -1,0 +1,52 @@
+"""The map from the paper to the code leads somewhere, and the README's commands exist."""
+
+from __future__ import annotations
+
+import importlib
+import re
+from functools import reduce
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+ROWS = re.findall(
+    r"^\| (.+) \| `(\S+)` \| `(\S+)` \|$", (ROOT / "docs/paper-map.md").read_text(), re.M
+)
+
+
+def resolve(path: str) -> object:
+    """Import the longest module prefix of a dotted path, then walk its attributes."""
+    parts = path.split(".")
+    for cut in range(len(parts), 0, -1):
+        try:
+            module = importlib.import_module(".".join(parts[:cut]))
+        except ModuleNotFoundError:
+            continue
+        return reduce(getattr, parts[cut:], module)
+    raise ModuleNotFoundError(path)
+
+
+def test_the_map_has_rows() -> None:
+    assert len(ROWS) >= 10
+
+
+@pytest.mark.parametrize(("paper", "function", "test"), ROWS)
+def test_every_row_of_the_paper_map_exists(paper: str, function: str, test: str) -> None:
+    assert paper
+    assert resolve(function) is not None
+    assert callable(resolve(test))
+
+
+def test_make_targets_named_in_the_readme_exist() -> None:
+    named = set(re.findall(r"\bmake ([a-z]+)", (ROOT / "README.md").read_text()))
+    targets = set(re.findall(r"^([a-z]+):", (ROOT / "Makefile").read_text(), re.M))
+    assert named
+    assert named <= targets
+
+
+def test_documents_point_at_files_that_exist() -> None:
+    for document in [ROOT / "README.md", *ROOT.glob("docs/**/*.md")]:
+        for link in re.findall(r"\]\(([^)#]+)\)", document.read_text()):
+            if "://" not in link:
+                assert (document.parent / link).exists(), f"{document.name} links to {link}"
