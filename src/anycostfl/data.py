@@ -1,0 +1,237 @@
+"""Datasets and how they are split over a fleet (Sec. V-A).
+
+A dataset is four tensors, ready for training: images as normalised float32, labels as int64.
+Nothing is downloaded. Fashion-MNIST is read from idx files (Debian's package puts them where they
+are found), CIFAR-10 from the hub's parquet files or the original batches, anything else from an
+.npz file. `embedded` is a class-balanced part of Fashion-MNIST that comes with the package.
+"""
+
+from __future__ import annotations
+
+import gzip
+import io
+import os
+import struct
+from collections.abc import Callable
+from dataclasses import dataclass
+from importlib import resources
+from importlib.resources.abc import Traversable
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from anycostfl.types import ConfigError, MissingExtra, UnknownName
+
+Images = npt.NDArray[np.uint8]  # (sample, height, width[, colour])
+Labels = npt.NDArray[np.int64]
+Part = tuple[Images, Labels]
+
+FASHION_MNIST_PLACES = ("/usr/share/datasets/fashion-mnist",)
+"""Where packages put it: Debian's `dataset-fashion-mnist`."""
+
+
+class DataMissing(UnknownName):
+    """A dataset that is not on this machine; says how to get it."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Dataset:
+    """Images (sample, channel, height, width) and labels, to train on and to test on."""
+
+    name: str
+    train_images: Tensor
+    train_labels: Tensor
+    test_images: Tensor
+    test_labels: Tensor
+    classes: int
+
+
+def load(name: str, path: str = "") -> Dataset:
+    """A dataset by its name, or a file that ends in .npz."""
+    if name.endswith(".npz"):
+        return _dataset(Path(name).stem, *_read_npz(Path(name)))
+    if name not in READERS:
+        raise UnknownName(f"no dataset {name!r}; there are {', '.join(READERS)}, or an .npz file")
+    return _dataset(name, *READERS[name](path))
+
+
+def _dataset(name: str, train: Part, test: Part) -> Dataset:
+    """Normalise each colour to mean 0 and deviation 1 over the training images."""
+    images, tests = (_as_tensor(part[0]) for part in (train, test))
+    mean, std = (f(images, dim=(0, 2, 3), keepdim=True) for f in (torch.mean, torch.std))
+    labels, test_labels = (torch.from_numpy(part[1]) for part in (train, test))
+    std = std.clamp(min=1e-6)
+    return Dataset(
+        name=name,
+        train_images=(images - mean) / std,
+        train_labels=labels,
+        test_images=(tests - mean) / std,
+        test_labels=test_labels,
+        classes=int(max(labels.max(), test_labels.max())) + 1,
+    )
+
+
+def _as_tensor(images: npt.NDArray[np.generic]) -> Tensor:
+    tensor = torch.from_numpy(np.ascontiguousarray(images)).to(torch.float32)
+    if images.dtype == np.uint8:
+        tensor = tensor / 255
+    return tensor.unsqueeze(1) if tensor.dim() == 3 else tensor.permute(0, 3, 1, 2).contiguous()
+
+
+# --- readers ------------------------------------------------------------------------------------
+
+
+def _read_embedded(path: str) -> tuple[Part, Part]:
+    del path
+    return _read_idx_folder(resources.files("anycostfl").joinpath("embedded", "fashion-mnist"))
+
+
+def _read_fashion_mnist(path: str) -> tuple[Part, Part]:
+    for place in (path, os.environ.get("ANYCOSTFL_DATA", ""), *FASHION_MNIST_PLACES):
+        for folder in (Path(place), Path(place, "fashion-mnist")):
+            if place and (folder / "train-images-idx3-ubyte.gz").is_file():
+                return _read_idx_folder(folder)
+    raise DataMissing(
+        "Fashion-MNIST is not on this machine. Install Debian's package dataset-fashion-mnist, or "
+        "put its four .gz files into a folder and name it with --set data.path=FOLDER or "
+        "ANYCOSTFL_DATA. The embedded part needs nothing: --set data.name=embedded"
+    )
+
+
+def _read_idx_folder(folder: Traversable) -> tuple[Part, Part]:
+    def part(name: str) -> Part:
+        images = read_idx(folder.joinpath(f"{name}-images-idx3-ubyte.gz").read_bytes())
+        labels = read_idx(folder.joinpath(f"{name}-labels-idx1-ubyte.gz").read_bytes())
+        if len(images) != len(labels):
+            raise ConfigError([f"{name}: {len(images)} images but {len(labels)} labels"])
+        return images, labels.astype(np.int64)
+
+    return part("train"), part("t10k")
+
+
+def read_idx(data: bytes) -> Images:
+    """The array of one (gzipped) idx file of bytes."""
+    raw = gzip.decompress(data) if data[:2] == b"\x1f\x8b" else data
+    if len(raw) < 4 or raw[:3] != b"\x00\x00\x08":
+        raise ConfigError(["not an idx file of bytes"])
+    rank = raw[3]
+    shape = struct.unpack_from(f">{rank}I", raw, 4) if len(raw) >= 4 + 4 * rank else (-1,)
+    values = np.frombuffer(raw, np.uint8, offset=4 + 4 * rank)
+    if values.size != np.prod(shape):
+        raise ConfigError([f"an idx file of shape {shape} with {values.size} bytes"])
+    return values.reshape(shape)
+
+
+def _read_cifar10(path: str) -> tuple[Part, Part]:
+    for place in (path, os.environ.get("ANYCOSTFL_DATA", "")):
+        for folder in (Path(place), Path(place, "cifar10"), Path(place, "cifar-10-batches-bin")):
+            if place and list(folder.glob("train-*.parquet")):
+                return _read_parquet(folder, "train"), _read_parquet(folder, "test")
+            if place and (folder / "data_batch_1.bin").is_file():
+                names = [f"data_batch_{i}.bin" for i in range(1, 6)]
+                return _read_batches(folder, names), _read_batches(folder, ["test_batch.bin"])
+    raise DataMissing(
+        "CIFAR-10 is not on this machine. Name a folder with the hub's train-*.parquet and "
+        "test-*.parquet, or with the original data_batch_*.bin files, by "
+        "--set data.path=FOLDER or ANYCOSTFL_DATA"
+    )
+
+
+def _read_batches(folder: Path, names: list[str]) -> Part:
+    """The original binary version: one label byte, then 3 × 32 × 32 bytes, per image."""
+    rows = np.concatenate([np.fromfile(folder / n, np.uint8).reshape(-1, 3073) for n in names])
+    images = rows[:, 1:].reshape(-1, 3, 32, 32).transpose(0, 2, 3, 1)
+    return images, rows[:, 0].astype(np.int64)
+
+
+def _read_parquet(folder: Path, split: str) -> Part:
+    """The hub's layout: `img` (or `image`) with encoded bytes, `label`."""
+    try:
+        import pyarrow.parquet as pq  # noqa: PLC0415 - an optional dependency
+        from PIL import Image  # noqa: PLC0415 - likewise
+    except ImportError as error:
+        raise MissingExtra("parquet files need: pip install 'anycostfl[data]'") from error
+    tables = [pq.read_table(file) for file in sorted(folder.glob(f"{split}-*.parquet"))]
+    images, labels = [], []
+    for table in tables:
+        column = "img" if "img" in table.column_names else "image"
+        files = (io.BytesIO(cell["bytes"]) for cell in table.column(column).to_pylist())
+        images += [np.asarray(Image.open(file).convert("RGB")) for file in files]
+        labels += table.column("label").to_pylist()
+    return np.stack(images), np.array(labels, np.int64)
+
+
+def _read_npz(path: Path) -> tuple[Part, Part]:
+    if not path.is_file():
+        raise DataMissing(f"there is no file {path}")
+    names = ("train_images", "train_labels", "test_images", "test_labels")
+    with np.load(path, allow_pickle=False) as arrays:
+        if missing := [name for name in names if name not in arrays]:
+            raise ConfigError([f"{name}: missing" for name in missing], str(path))
+        a, b, c, d = (arrays[name] for name in names)
+    problems = [
+        f"{name}: given shape {x.shape}, allowed (sample, height, width[, colour])"
+        for name, x in zip(names[::2], (a, c), strict=True)
+        if x.ndim not in (3, 4)
+    ]
+    problems += [
+        f"{len(x)} images but {len(y)} labels" for x, y in ((a, b), (c, d)) if len(x) != len(y)
+    ]
+    if problems:
+        raise ConfigError(problems, str(path))
+    return (a, b.astype(np.int64)), (c, d.astype(np.int64))
+
+
+READERS: dict[str, Callable[[str], tuple[Part, Part]]] = {
+    "embedded": _read_embedded,
+    "fashion-mnist": _read_fashion_mnist,
+    "cifar10": _read_cifar10,
+}
+
+
+# --- partitions -----------------------------------------------------------------------------------
+
+Partition = list[npt.NDArray[np.int64]]
+"""For every device, the indices of its training samples."""
+
+LEAST_SAMPLES = 10
+"""As in FedMA's partition, nobody is left with fewer (where the data suffices)."""
+
+
+def split_iid(labels: npt.ArrayLike, devices: int, random: np.random.Generator) -> Partition:
+    """Equal random parts; the remainder goes to the first devices."""
+    count = len(np.asarray(labels))
+    _check_enough(count, devices)
+    return [np.sort(part) for part in np.array_split(random.permutation(count), devices)]
+
+
+def split_dirichlet(
+    labels: npt.ArrayLike, devices: int, concentration: float, random: np.random.Generator
+) -> Partition:
+    """Every class split over the devices by a Dirichlet draw (the partition of FedMA)."""
+    kinds = np.asarray(labels)
+    _check_enough(len(kinds), devices)
+    least = min(LEAST_SAMPLES, len(kinds) // (10 * devices) + 1)
+    for _ in range(1000):
+        parts: list[list[npt.NDArray[np.int64]]] = [[] for _ in range(devices)]
+        for kind in np.unique(kinds):
+            members = random.permutation(np.flatnonzero(kinds == kind))
+            shares = random.dirichlet(np.full(devices, concentration))
+            ends = np.floor(np.cumsum(shares)[:-1] * len(members) + 0.5).astype(int)
+            for part, members_of in zip(parts, np.split(members, ends), strict=True):
+                part.append(members_of)
+        joined = [np.sort(np.concatenate(part)) for part in parts]
+        if min(map(len, joined)) >= least:
+            return joined
+    raise ConfigError(
+        [f"concentration: given {concentration:g} for {devices} devices; somebody is always left "
+         f"with fewer than {least} samples, allowed a larger one or fewer devices"]
+    )  # fmt: skip
+
+
+def _check_enough(samples: int, devices: int) -> None:
+    if devices > samples:
+        raise ConfigError([f"devices: given {devices}, allowed at most {samples}, one sample each"])
