@@ -26,4 +26,5 @@ def optimal_weights(
         if not np.all(allowed.contains(samples)):
             raise ConfigError([f"samples: given {samples}, allowed {allowed}"])
         weights = weights * np.asarray(samples, np.float64)
-    return weights / weights.sum()
+    shares: FloatArray = weights / weights.sum()
+    return shares

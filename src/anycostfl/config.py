@@ -15,19 +15,21 @@ from dataclasses import MISSING, dataclass, field, fields, is_dataclass
 from importlib import resources
 from importlib.resources.abc import Traversable
 from pathlib import Path
-from typing import Any, TypeVar, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, TypeVar, get_args, get_origin, get_type_hints
 
 from anycostfl import models
 from anycostfl.types import (
     ConfigError,
+    Count,
     FleetSpec,
+    Interval,
     Limits,
+    OneOf,
+    Positive,
     Profile,
     UnknownName,
     Workload,
-    bounded,
     check_fields,
-    one_of,
     rule_problems,
 )
 
@@ -38,8 +40,8 @@ Record = TypeVar("Record")
 class Training:
     """Local training; the number of local epochs τ is part of the workload."""
 
-    learning_rate: float = bounded(0, above=True)
-    batch: int = bounded(1)
+    learning_rate: Positive
+    batch: Count
 
     def __post_init__(self) -> None:
         check_fields(self)
@@ -50,8 +52,8 @@ class Data:
     """The dataset and how it is split over the fleet."""
 
     name: str
-    partition: str = one_of("iid", "dirichlet", default="iid")
-    concentration: float = bounded(0, above=True, default=0.5)
+    partition: Annotated[str, OneOf(("iid", "dirichlet"))] = "iid"
+    concentration: Positive = 0.5
 
     def __post_init__(self) -> None:
         check_fields(self)
@@ -64,19 +66,25 @@ class Model:
     name: str
 
     def __post_init__(self) -> None:
-        if self.name not in models.names():
-            allowed = ", ".join(models.names())
-            raise ConfigError([f"name: given {self.name!r}, allowed {allowed}"], "Model")
+        check_fields(self)
+
+    @staticmethod
+    def cross_check(values: Mapping[str, Any]) -> list[str]:
+        """The architecture exists."""
+        name, known = values.get("name"), models.names()
+        if name is None or name in known:
+            return []
+        return [f"name: given {name!r}, allowed {', '.join(known)}"]
 
 
 @dataclass(frozen=True, slots=True)
 class Run:
     """How long to train, with which method, from which seed."""
 
-    rounds: int = bounded(1)
-    target_accuracy: float = bounded(0, 1)
+    rounds: Count
+    target_accuracy: Annotated[float, Interval(0.0, 1.0)]
     method: str = "anycostfl"
-    seed: int = bounded(0, default=0)
+    seed: Annotated[int, Interval(0.0)] = 0
 
     def __post_init__(self) -> None:
         check_fields(self)
@@ -115,7 +123,9 @@ def load_preset(name: str, overrides: Sequence[str] = ()) -> Config:
 
 def load_profile(name: str) -> Profile:
     """Read a device profile by its name, or any file that ends in .toml."""
-    return _checked(Profile, tomllib_load(_find("profiles", name, "device profile"), name), name, [])
+    return _checked(
+        Profile, tomllib_load(_find("profiles", name, "device profile"), name), name, []
+    )
 
 
 def tomllib_load(file: Traversable, name: str) -> dict[str, Any]:
@@ -155,9 +165,10 @@ def _override(table: dict[str, Any], item: str) -> str:
     if not equals or not name or not all(sections):
         return f"--set {item}: allowed section.key=value"
     for section in sections:
-        table = table.setdefault(section, {})
-        if not isinstance(table, dict):
+        inner = table.setdefault(section, {})
+        if not isinstance(inner, dict):
             return f"--set {item}: {section} is not a section"
+        table = inner
     try:
         table[name] = tomllib.loads(f"x = {text}")["x"]
     except tomllib.TOMLDecodeError:
@@ -233,5 +244,5 @@ def _words(hint: Any) -> str:  # noqa: ANN401 - an annotation
 
 def _unknown(prefix: str, key: str, names: Sequence[str]) -> str:
     close = difflib.get_close_matches(key, names, n=1)
-    hint = f"did you mean {close[0]}? " if close else ""
-    return f"{prefix}{key}: unknown key, {hint}allowed {', '.join(names)}"
+    allowed = f"did you mean {close[0]}?" if close else f"allowed {', '.join(names)}"
+    return f"{prefix}{key}: unknown key, {allowed}"

@@ -109,7 +109,9 @@ def draw_hardware(
         "energy_coefficient",
     )
     if spec.profiles:
-        kinds = [_known(spec.profiles[i % len(spec.profiles)], profiles) for i in range(spec.devices)]
+        kinds = [
+            _known(spec.profiles[i % len(spec.profiles)], profiles) for i in range(spec.devices)
+        ]
         return {name: np.array([getattr(kind, name) for kind in kinds]) for name in names}
     low, high = spec.energy_coefficient_min, spec.energy_coefficient_max
     if spec.energy_coefficient_std is not None:
@@ -125,7 +127,8 @@ def draw_samples(spec: FleetSpec, *, seed: int, classes: int = 10) -> FloatArray
         return np.full(spec.devices, spec.samples)
     concentration = np.full(spec.devices, spec.samples_concentration)
     shares = generator(seed, 0, Purpose.SAMPLES).dirichlet(concentration, classes)
-    return np.maximum(np.round(spec.samples * spec.devices * shares.mean(axis=0)), 1.0)
+    counts: FloatArray = np.round(spec.samples * spec.devices * shares.mean(axis=0))
+    return np.maximum(counts, 1.0)
 
 
 def place_device(
@@ -157,9 +160,7 @@ def _rate_bps(
     gain = cost.path_gain(
         distance_m, path_loss_1km_db=spec.path_loss_1km_db, exponent=spec.path_loss_exponent
     )
-    return cost.uplink_rate_bps(
-        bandwidth_hz, power_w, gain, noise_dbm_per_hz=spec.noise_dbm_per_hz
-    )
+    return cost.uplink_rate_bps(bandwidth_hz, power_w, gain, noise_dbm_per_hz=spec.noise_dbm_per_hz)
 
 
 def _uniform(rng: np.random.Generator, ends: tuple[float, float], count: int) -> FloatArray:

@@ -109,7 +109,14 @@ def closed_form(
         chosen = _move_into_box(problem, limits, chosen)
         works = np.ones_like(works)
     feasible = works & _meets_all(devices, workload, limits, chosen)
-    return _describe(devices, workload, limits, chosen, feasible if clipped else works, feasible)
+    return _describe(
+        devices,
+        workload,
+        limits,
+        chosen,
+        shown=feasible if clipped else works,
+        feasible=feasible,
+    )
 
 
 def _best_split(p: _Problem, limits: Limits) -> FloatArray:
@@ -179,7 +186,9 @@ def _plan_block(devices: Devices, workload: Workload, limits: Limits) -> Strateg
     feasible = alpha_most >= limits.alpha_min * (1.0 - ROUNDING)
     alpha = np.maximum(alpha, limits.alpha_min)
     beta, frequency = _spend(problem, alpha, limits)
-    return _describe(devices, workload, limits, (alpha, beta, frequency), feasible, feasible)
+    return _describe(
+        devices, workload, limits, (alpha, beta, frequency), shown=feasible, feasible=feasible
+    )
 
 
 def _pose(devices: Devices, workload: Workload) -> _Problem:
@@ -238,7 +247,7 @@ def _spend(p: _Problem, alpha: FloatArray, limits: Limits) -> tuple[FloatArray, 
     fastest = _clip_frequency(p, meeting)
     in_time = p.latency - work / fastest
     in_energy = (p.energy - p.epsilon * fastest * fastest * work) / p.power
-    # Where the budgets meet both are equal; the smaller budget loses fewer digits in the difference.
+    # Where the budgets meet both are equal; the smaller budget loses fewer digits.
     both = np.where(linear > 0, in_energy, in_time)
     left = np.where(fastest == meeting, both, np.minimum(in_time, in_energy))
     beta = left / (alpha * p.upload)
@@ -266,7 +275,8 @@ def _positive_root(linear: FloatArray, constant: FloatArray) -> FloatArray:
     for _ in range(NEWTON_STEPS):
         xx = x * x
         x = (2.0 * xx * x + constant) / (3.0 * xx + linear)
-    return x
+    root: FloatArray = x
+    return root
 
 
 def _describe(
@@ -274,6 +284,7 @@ def _describe(
     workload: Workload,
     limits: Limits,
     chosen: tuple[FloatArray, FloatArray, FloatArray],
+    *,
     shown: npt.NDArray[np.bool_],
     feasible: npt.NDArray[np.bool_],
 ) -> Strategies:
@@ -324,7 +335,9 @@ def _binding(
     return flags
 
 
-def _smallest(devices: Devices, workload: Workload, limits: Limits) -> tuple[FloatArray, FloatArray]:
+def _smallest(
+    devices: Devices, workload: Workload, limits: Limits
+) -> tuple[FloatArray, FloatArray]:
     """Cycles and upload time of the strategy (α^min, β^min)."""
     cycles = cost.compute_cycles(devices, workload) * limits.alpha_min
     return cycles, limits.alpha_min * limits.beta_min * workload.size_bits / devices.rate_bps

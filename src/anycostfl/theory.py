@@ -61,7 +61,7 @@ def global_divergence_bound(
 
 
 def learning_gain(alpha: npt.ArrayLike, beta: npt.ArrayLike) -> FloatArray:
-    """g = α⁴β, the share of effective information an update carries."""
+    """The gain α⁴β, the share of effective information an update carries."""
     gain: FloatArray = np.asarray(alpha, np.float64) ** 4 * np.asarray(beta, np.float64)
     return gain
 

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import enum
+import functools
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import MISSING, Field, dataclass, field, fields
-from typing import Any
+from dataclasses import dataclass, fields
+from typing import Annotated, Any, get_type_hints
 
 import numpy as np
 import numpy.typing as npt
@@ -49,6 +50,10 @@ class ConfigError(AnycostError, ValueError):
         super().__init__("\n  - ".join([f"{where}{count}", *self.problems]))
 
 
+class MissingExtra(AnycostError, ImportError):  # noqa: N818 - reads as what happened
+    """A feature whose optional dependencies are not installed."""
+
+
 class InfeasibleBudget(AnycostError):  # noqa: N818 - reads as what happened
     """A device that cannot afford even the smallest strategy; says the least that would do."""
 
@@ -83,52 +88,69 @@ class Interval:
         return f"a number in {'(' if self.open_low else '['}{self.low:g}, {self.high:g}]"
 
 
-def bounded(
-    low: float,
-    high: float = math.inf,
-    *,
-    above: bool = False,
-    at_most: str | None = None,
-    default: float | None = MISSING,  # type: ignore[assignment]  # dataclasses type it as a sentinel
-) -> Any:  # noqa: ANN401 - like dataclasses.field, it stands for a value of any type
-    """Make a dataclass field whose value must lie in [low, high], or in (low, high] with `above`.
+@dataclass(frozen=True, slots=True)
+class AtMost:
+    """A field that may not exceed another field of the same record."""
 
-    `at_most` names a field of the same dataclass that this one may not exceed.
+    other: str
+
+
+@dataclass(frozen=True, slots=True)
+class OneOf:
+    """A field that takes one of these words."""
+
+    choices: tuple[str, ...]
+
+
+POSITIVE = Interval(0.0, open_low=True)
+Positive = Annotated[float, POSITIVE]
+Count = Annotated[int, Interval(1.0)]
+PositiveArray = Annotated[FloatArray, POSITIVE]
+
+
+def check_fields(record: object) -> None:
+    """Raise one ConfigError with every field of a dataclass that breaks its annotated rule."""
+    kind: Any = type(record)
+    values = {name: getattr(record, name) for name in rules_of(kind)}
+    if problems := rule_problems(kind, values):
+        raise ConfigError(problems, source=kind.__name__)
+
+
+@functools.cache
+def rules_of(kind: type) -> Mapping[str, tuple[object, ...]]:
+    """The rules in the annotations of a dataclass, by field."""
+    hints = get_type_hints(kind, include_extras=True)
+    return {name: getattr(hint, "__metadata__", ()) for name, hint in hints.items()}
+
+
+def rule_problems(kind: type, values: Mapping[str, Any]) -> list[str]:
+    """Every given value that breaks the rule of its field in this dataclass.
+
+    A dataclass may add a static method `cross_check(values)` for rules over several fields; it has
+    to bear with values that are missing.
     """
-    rules = {"allowed": Interval(low, high, above), "at_most": at_most}
-    return field(metadata=rules) if default is MISSING else field(default=default, metadata=rules)
-
-
-def one_of(*choices: str, default: str) -> Any:  # noqa: ANN401 - like dataclasses.field
-    """Make a dataclass field that takes one of these words."""
-    return field(default=default, metadata={"choices": choices})
-
-
-def check_fields(record: Any, extra: Sequence[str] = ()) -> None:  # noqa: ANN401 - any dataclass
-    """Raise one ConfigError with every field of the record that breaks its own rule."""
-    values = {item.name: getattr(record, item.name) for item in fields(record)}
-    if problems := [*rule_problems(type(record), values), *extra]:
-        raise ConfigError(problems, source=type(record).__name__)
-
-
-def rule_problems(kind: Any, values: Mapping[str, Any]) -> list[str]:  # noqa: ANN401 - a dataclass
-    """Every given value that breaks the rule of its field in this dataclass."""
-    found = (_problem(item, values) for item in fields(kind) if values.get(item.name) is not None)
+    found = [
+        _problem(name, rule, values)
+        for name, rules in rules_of(kind).items()
+        for rule in rules
+        if values.get(name) is not None
+    ]
+    if cross_check := getattr(kind, "cross_check", None):
+        found += cross_check(values)
     return [problem for problem in found if problem]
 
 
-def _problem(item: Field[Any], values: Mapping[str, Any]) -> str:
-    value, rules = values[item.name], item.metadata
-    if "choices" in rules and value not in rules["choices"]:
-        return f"{item.name}: given {value!r}, allowed {', '.join(rules['choices'])}"
-    if "allowed" not in rules:
-        return ""
-    if np.any(bad := ~rules["allowed"].contains(value)):
-        return f"{item.name}: given {_first(value, bad)}, allowed {rules['allowed']}"
-    other = values.get(rules["at_most"])
-    if other is not None and np.any(bad := np.asarray(value) > np.asarray(other)):
-        limit = f"at most {rules['at_most']} ({_first(other, bad)})"
-        return f"{item.name}: given {_first(value, bad)}, allowed {limit}"
+def _problem(name: str, rule: object, values: Mapping[str, Any]) -> str:
+    value = values[name]
+    if isinstance(rule, OneOf) and value not in rule.choices:
+        return f"{name}: given {value!r}, allowed {', '.join(rule.choices)}"
+    if isinstance(rule, Interval) and np.any(bad := ~rule.contains(value)):
+        return f"{name}: given {_first(value, bad)}, allowed {rule}"
+    if isinstance(rule, AtMost) and values.get(rule.other) is not None:
+        other = values[rule.other]
+        if np.any(bad := np.asarray(value) > np.asarray(other)):
+            limit = f"at most {rule.other} ({_first(other, bad)})"
+            return f"{name}: given {_first(value, bad)}, allowed {limit}"
     return ""
 
 
@@ -143,9 +165,9 @@ def _first(value: npt.ArrayLike, bad: npt.NDArray[np.bool_]) -> str:
 class Workload:
     """What one round of the full model asks of a device: W per sample, S per upload, τ."""
 
-    flops_per_sample: float = bounded(0, above=True)
-    size_bits: float = bounded(0, above=True)
-    epochs: int = bounded(1, default=1)
+    flops_per_sample: Positive
+    size_bits: Positive
+    epochs: Count = 1
 
     def __post_init__(self) -> None:
         check_fields(self)
@@ -155,9 +177,9 @@ class Workload:
 class Limits:
     """The caps on α and β of (P1); those on f belong to each device."""
 
-    alpha_min: float = bounded(0, 1, above=True, default=0.25)
-    beta_min: float = bounded(0, 1, at_most="beta_max", default=0.0)
-    beta_max: float = bounded(0, 1, above=True, default=1 / 15)
+    alpha_min: Annotated[float, Interval(0.0, 1.0, open_low=True)] = 0.25
+    beta_min: Annotated[float, Interval(0.0, 1.0), AtMost("beta_max")] = 0.0
+    beta_max: Annotated[float, Interval(0.0, 1.0, open_low=True)] = 1 / 15
 
     def __post_init__(self) -> None:
         check_fields(self)
@@ -167,15 +189,15 @@ class Limits:
 class Devices:
     """Many devices as one array per quantity; build it with `make_devices`."""
 
-    samples: FloatArray = bounded(0, above=True)
-    flops_per_cycle: FloatArray = bounded(0, above=True)
-    energy_coefficient: FloatArray = bounded(0, above=True)
-    frequency_min_hz: FloatArray = bounded(0, above=True, at_most="frequency_max_hz")
-    frequency_max_hz: FloatArray = bounded(0, above=True)
-    rate_bps: FloatArray = bounded(0, above=True)
-    power_w: FloatArray = bounded(0, above=True)
-    latency_s: FloatArray = bounded(0, above=True)
-    energy_j: FloatArray = bounded(0, above=True)
+    samples: PositiveArray
+    flops_per_cycle: PositiveArray
+    energy_coefficient: PositiveArray
+    frequency_min_hz: Annotated[PositiveArray, AtMost("frequency_max_hz")]
+    frequency_max_hz: PositiveArray
+    rate_bps: PositiveArray
+    power_w: PositiveArray
+    latency_s: PositiveArray
+    energy_j: PositiveArray
 
     def __post_init__(self) -> None:
         check_fields(self)
@@ -205,7 +227,7 @@ class Reason(enum.IntEnum):
     RADIO = 4  # the smallest upload alone breaks a budget
 
     def __str__(self) -> str:
-        return self.name.lower()
+        return "latency and energy together" if self is Reason.BOTH else self.name.lower()
 
 
 class Binds(enum.IntFlag):
@@ -220,7 +242,7 @@ class Binds(enum.IntFlag):
     FREQUENCY_MIN = 64
     FREQUENCY_MAX = 128
 
-    def names(self) -> list[str]:
+    def words(self) -> list[str]:
         """The constraints in words."""
         return [str(flag.name).lower().replace("_", " ") for flag in Binds if flag in self]
 
@@ -264,9 +286,7 @@ class Strategies:
         return len(self.alpha)
 
     def __getitem__(self, device: int) -> Strategy:
-        return Strategy(
-            *(float(getattr(self, item.name)[device]) for item in fields(Strategy))
-        )
+        return Strategy(*(float(getattr(self, item.name)[device]) for item in fields(Strategy)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -274,18 +294,22 @@ class Profile:
     """One real device type: its compute unit, clock range and radio."""
 
     name: str
-    flops_per_cycle: float = bounded(0, above=True)
-    energy_coefficient: float = bounded(0, above=True)
-    frequency_min_hz: float = bounded(0, above=True, at_most="frequency_max_hz")
-    frequency_max_hz: float = bounded(0, above=True)
-    power_w: float = bounded(0, above=True)
+    flops_per_cycle: Positive
+    energy_coefficient: Positive
+    frequency_min_hz: Annotated[Positive, AtMost("frequency_max_hz")]
+    frequency_max_hz: Positive
+    power_w: Positive
     sources: tuple[str, ...] = ()
     guess: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         check_fields(self)
-        if unknown := sorted(set(self.guess) - {item.name for item in fields(self)}):
-            raise ConfigError([f"guess: no such field {name!r}" for name in unknown], "Profile")
+
+    @staticmethod
+    def cross_check(values: Mapping[str, Any]) -> list[str]:
+        """A guess names a field."""
+        unknown = sorted(set(values.get("guess") or ()) - {item.name for item in fields(Profile)})
+        return [f"guess: given {name!r}, allowed names of fields" for name in unknown]
 
 
 @dataclass(frozen=True, slots=True)
@@ -297,37 +321,43 @@ class FleetSpec:
     a spread around the same mean ε; distances around a mean instead of the disk.
     """
 
-    devices: int = bounded(1)
-    cohort: int = bounded(1, at_most="devices")
-    samples: float = bounded(0, above=True)
-    flops_per_cycle: float = bounded(0, above=True)
-    frequency_min_hz: float = bounded(0, above=True, at_most="frequency_max_hz")
-    frequency_max_hz: float = bounded(0, above=True)
-    energy_coefficient_min: float = bounded(0, above=True, at_most="energy_coefficient_max")
-    energy_coefficient_max: float = bounded(0, above=True)
-    latency_s: float = bounded(0, above=True)
-    energy_min_j: float = bounded(0, above=True, at_most="energy_max_j")
-    energy_max_j: float = bounded(0, above=True)
-    radius_m: float = bounded(0, above=True)
-    bandwidth_hz: float = bounded(0, above=True)
+    devices: Count
+    cohort: Annotated[Count, AtMost("devices")]
+    samples: Positive
+    flops_per_cycle: Positive
+    frequency_min_hz: Annotated[Positive, AtMost("frequency_max_hz")]
+    frequency_max_hz: Positive
+    energy_coefficient_min: Annotated[Positive, AtMost("energy_coefficient_max")]
+    energy_coefficient_max: Positive
+    latency_s: Positive
+    energy_min_j: Annotated[Positive, AtMost("energy_max_j")]
+    energy_max_j: Positive
+    radius_m: Positive
+    bandwidth_hz: Positive
     bandwidth_shared: bool
-    power_w: float = bounded(0, above=True)
-    noise_dbm_per_hz: float = bounded(-300, 0)
-    path_loss_1km_db: float = bounded(0, 300)
-    path_loss_exponent: float = bounded(0, above=True)
-    samples_concentration: float | None = bounded(0, above=True, default=None)
+    power_w: Positive
+    noise_dbm_per_hz: Annotated[float, Interval(-300.0, 0.0)]
+    path_loss_1km_db: Annotated[float, Interval(0.0, 300.0)]
+    path_loss_exponent: Positive
+    samples_concentration: Annotated[float | None, POSITIVE] = None
     profiles: tuple[str, ...] = ()
-    energy_coefficient_std: float | None = bounded(0, default=None)
-    distance_mean_m: float | None = bounded(0, above=True, default=None)
-    distance_std_m: float = bounded(0, default=0.0)
+    energy_coefficient_std: Annotated[float | None, Interval(0.0)] = None
+    distance_mean_m: Annotated[float | None, POSITIVE] = None
+    distance_std_m: Annotated[float, Interval(0.0)] = 0.0
 
     def __post_init__(self) -> None:
-        mean = (self.energy_coefficient_min + self.energy_coefficient_max) / 2
-        knobs = (
-            ("energy_coefficient_std", self.energy_coefficient_std, mean),
-            ("distance_std_m", self.distance_std_m, self.distance_mean_m),
-        )
-        check_fields(self, [text for knob in knobs if (text := _too_spread(*knob))])
+        check_fields(self)
+
+    @staticmethod
+    def cross_check(values: Mapping[str, Any]) -> list[str]:
+        """A spread around a mean stays above zero."""
+        low, high = values.get("energy_coefficient_min"), values.get("energy_coefficient_max")
+        mean = (low + high) / 2 if low and high else None
+        distance = values.get("distance_mean_m")
+        return [
+            _too_spread("energy_coefficient_std", values.get("energy_coefficient_std"), mean),
+            _too_spread("distance_std_m", values.get("distance_std_m"), distance),
+        ]
 
 
 def _too_spread(name: str, std: float | None, mean: float | None) -> str:
@@ -335,6 +365,6 @@ def _too_spread(name: str, std: float | None, mean: float | None) -> str:
     if not std:
         return ""
     if mean is None:
-        return f"{name}: given {std:g}, allowed only with distance_mean_m"
+        return f"{name}: given {std:g}, allowed only beside a mean"
     limit = mean / math.sqrt(3.0)
     return "" if std < limit else f"{name}: given {std:g}, allowed less than {limit:.4g} (mean/√3)"

@@ -1,0 +1,148 @@
+"""The two figures of `anycostfl plan`; matplotlib is loaded only when one is asked for."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import numpy.typing as npt
+
+from anycostfl import planner
+from anycostfl.config import Config
+from anycostfl.cost import path_gain, uplink_rate_bps
+from anycostfl.types import Devices, FloatArray, MissingExtra, Strategies, make_devices
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+STEPS = 181  # grid points along each axis of a map
+
+
+@dataclass(frozen=True, slots=True)
+class Planned:
+    """Devices with their strategies, ready to show."""
+
+    title: str
+    index: npt.NDArray[np.intp]
+    distance_m: FloatArray
+    devices: Devices
+    strategies: Strategies
+    settings: Config
+
+
+def draw_cohort(file: Path, planned: Planned) -> None:
+    """α, β and f over distance and energy budget: the map of a typical device, the cohort on it."""
+    settings, devices, distance_m = planned.settings, planned.devices, planned.distance_m
+    spec = settings.fleet
+    reach = max(spec.radius_m, float(distance_m.max()) * 1.02)
+    x = np.linspace(min(20.0, float(distance_m.min())), reach, STEPS)
+    low, high = float(devices.energy_j.min()), float(devices.energy_j.max())
+    y = np.linspace(0.9 * min(low, spec.energy_min_j), 1.02 * max(high, spec.energy_max_j), STEPS)
+    grid_x, grid_y = (axis.ravel() for axis in np.meshgrid(x, y))
+    bandwidth = spec.bandwidth_hz / (len(devices) if spec.bandwidth_shared else 1)
+    gain = path_gain(
+        grid_x, path_loss_1km_db=spec.path_loss_1km_db, exponent=spec.path_loss_exponent
+    )
+    power = float(np.median(devices.power_w))
+    rate = uplink_rate_bps(bandwidth, power, gain, noise_dbm_per_hz=spec.noise_dbm_per_hz)
+    typical = _typical(devices, rate_bps=rate, energy_j=grid_y)
+    mapped = planner.plan_strategies(typical, settings.workload, settings.limits)
+    figure, axes = _panels(3, planned.title)
+    names = (("shrinking factor α", "alpha"), ("compression rate β", "beta"), ("f in GHz", "f"))
+    for panel, (label, key) in zip(axes, names, strict=True):
+        _map(panel, (x, y), _values(mapped, key), mapped.feasible, label)
+        panel.scatter(
+            distance_m,
+            devices.energy_j,
+            c=_values(planned.strategies, key),
+            **_style(panel),
+            zorder=3,
+        )
+        panel.set_xlabel("distance in m")
+    axes[0].set_ylabel("energy budget in J")
+    note = "map: a device with the cohort's median hardware; dots: the cohort, each with its own"
+    _save(figure, file, note)
+
+
+def draw_what_if(file: Path, planned: Planned) -> None:
+    """Gain and α of one device over its latency and energy budgets."""
+    settings, devices = planned.settings, planned.devices
+    here = float(devices.latency_s[0]), float(devices.energy_j[0])
+    x, y = (np.geomspace(value / 8.0, value * 8.0, STEPS) for value in here)
+    grid_x, grid_y = (axis.ravel() for axis in np.meshgrid(x, y))
+    changed = _typical(devices, latency_s=grid_x, energy_j=grid_y)
+    mapped = planner.plan_strategies(changed, settings.workload, settings.limits)
+    figure, axes = _panels(2, planned.title)
+    names = (("learning gain α⁴β", "gain"), ("shrinking factor α", "alpha"))
+    for panel, (label, key) in zip(axes, names, strict=True):
+        _map(panel, (x, y), _values(mapped, key), mapped.feasible, label)
+        face = "white" if planned.strategies.feasible[0] else "tab:red"
+        panel.plot(*here, marker="*", ms=15, mfc=face, mec="black", zorder=3)
+        panel.set(xscale="log", yscale="log", xlabel="latency budget in s")
+    axes[0].set_ylabel("energy budget in J")
+    note = f"star: the budgets asked for, {planned.distance_m[0]:.0f} m from the base station"
+    _save(figure, file, note)
+
+
+def _typical(devices: Devices, **changed: FloatArray) -> Devices:
+    """The devices' median in every quantity, but for those that change."""
+    names = [item.name for item in fields(Devices)]
+    median = {name: np.median(getattr(devices, name)) for name in names}
+    return make_devices(**{**median, **changed})
+
+
+def _values(strategies: Strategies, key: str) -> FloatArray:
+    if key == "f":
+        return strategies.frequency_hz / 1e9
+    values: FloatArray = getattr(strategies, key)
+    return values
+
+
+def _map(
+    panel: Axes,
+    axes: tuple[FloatArray, FloatArray],
+    values: FloatArray,
+    shown: npt.NDArray[np.bool_],
+    label: str,
+) -> None:
+    shape = len(axes[1]), len(axes[0])
+    field = np.ma.masked_array(values, mask=~shown).reshape(shape)
+    panel.set_facecolor("0.88")
+    mesh = panel.pcolormesh(*axes, field, cmap="viridis", shading="nearest", rasterized=True)
+    if field.count() and np.ptp(field.compressed()) > 0:
+        lines = panel.contour(*axes, field, levels=6, colors="white", linewidths=0.7)
+        panel.clabel(lines, fontsize=7)
+    if field.mask.any():
+        panel.plot([], [], "s", color="0.88", mec="0.5", label="cannot take part")
+        panel.legend(loc="lower left", fontsize=8, framealpha=0.9)
+    bar = panel.figure.colorbar(mesh, ax=panel, pad=0.02)
+    bar.outline.set_visible(False)
+    panel.set_title(label, fontsize=10)
+
+
+def _style(panel: Axes) -> dict[str, Any]:
+    mesh = panel.collections[0]
+    return {"cmap": mesh.get_cmap(), "norm": mesh.norm, "edgecolors": "white", "s": 46, "lw": 1.1}
+
+
+def _panels(count: int, title: str) -> tuple[Figure, Sequence[Axes]]:
+    try:
+        from matplotlib.backends.backend_agg import FigureCanvasAgg  # noqa: PLC0415 - optional
+        from matplotlib.figure import Figure  # noqa: PLC0415 - optional
+    except ImportError as error:
+        raise MissingExtra("a figure needs matplotlib: pip install 'anycostfl[plots]'") from error
+    figure = Figure(figsize=(4.3 * count, 3.7), layout="constrained")
+    FigureCanvasAgg(figure)
+    figure.suptitle(title, fontsize=11)
+    axes: Sequence[Axes] = list(figure.subplots(1, count, sharey=True))
+    return figure, axes
+
+
+def _save(figure: Figure, file: Path, note: str) -> None:
+    figure.supxlabel(note, fontsize=8, color="0.35")
+    file.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(file, dpi=110)
