@@ -67,12 +67,11 @@ def draw_cohort(
     chosen = generator(seed, round_index, Purpose.COHORT).permutation(spec.devices)[: spec.cohort]
     index = np.sort(chosen).astype(np.intp)
     distance = draw_distance_m(spec, seed=seed, round_index=round_index)
-    bandwidth = spec.bandwidth_hz / (len(index) if spec.bandwidth_shared else 1)
     hardware = draw_hardware(spec, seed=seed, profiles=profiles or {})
     fleet = make_devices(
         **hardware,
         samples=draw_samples(spec, seed=seed) if samples is None else samples,
-        rate_bps=_rate_bps(spec, distance, bandwidth, hardware["power_w"]),
+        rate_bps=channel_rate_bps(spec, distance, hardware["power_w"], sharers=len(index)),
         latency_s=spec.latency_s,
         energy_j=_uniform(
             generator(seed, round_index, Purpose.BUDGET),
@@ -140,27 +139,28 @@ def place_device(
     energy_j: npt.ArrayLike,
 ) -> Devices:
     """One real device in the radio cell of a fleet, with its budgets."""
-    bandwidth = spec.bandwidth_hz / (spec.cohort if spec.bandwidth_shared else 1)
     return make_devices(
         samples=spec.samples,
         flops_per_cycle=profile.flops_per_cycle,
         energy_coefficient=profile.energy_coefficient,
         frequency_min_hz=profile.frequency_min_hz,
         frequency_max_hz=profile.frequency_max_hz,
-        rate_bps=_rate_bps(spec, distance_m, bandwidth, profile.power_w),
+        rate_bps=channel_rate_bps(spec, distance_m, profile.power_w, sharers=spec.cohort),
         power_w=profile.power_w,
         latency_s=latency_s,
         energy_j=energy_j,
     )
 
 
-def _rate_bps(
-    spec: FleetSpec, distance_m: npt.ArrayLike, bandwidth_hz: float, power_w: npt.ArrayLike
+def channel_rate_bps(
+    spec: FleetSpec, distance_m: npt.ArrayLike, power_w: npt.ArrayLike, *, sharers: int
 ) -> FloatArray:
+    """Uplink rate at a distance, when that many devices are in the round."""
     gain = cost.path_gain(
         distance_m, path_loss_1km_db=spec.path_loss_1km_db, exponent=spec.path_loss_exponent
     )
-    return cost.uplink_rate_bps(bandwidth_hz, power_w, gain, noise_dbm_per_hz=spec.noise_dbm_per_hz)
+    bandwidth = spec.bandwidth_hz / (sharers if spec.bandwidth_shared else 1)
+    return cost.uplink_rate_bps(bandwidth, power_w, gain, noise_dbm_per_hz=spec.noise_dbm_per_hz)
 
 
 def _uniform(rng: np.random.Generator, ends: tuple[float, float], count: int) -> FloatArray:

@@ -6,8 +6,11 @@
     Theorem 2   F(w_T) − F* <= Z^{T−1} (F(w_0) − F*),  Z = 1 − (ν/λ)(1 − ε(1 − g^min))
 
 Lemma 1 rests on |u| being uniform and on shrinking removing the smallest elements. Its last step
-(b) holds exactly while √β <= 2/(3 − α), which every β <= 4/9 meets. Real updates are neither
-uniform nor sorted by element; docs/planner.md shows the measured divergence beside the bound.
+(b) holds exactly while √β <= 2/(3 − α), which every β <= 4/9 meets. The step before it treats the
+shrunk update as uniform from zero again, which it no longer is: what is lost is then (1 − α√β)³,
+above the bound for narrow sub-models (α up to about one half). Theorem 2 does not suffer: it needs
+no more than 1 − α⁴β, and (1 − α√β)³ is below that for every α and β. docs/planner.md shows the
+divergence of real updates beside the bound.
 """
 
 from __future__ import annotations

@@ -12,7 +12,7 @@ import numpy.typing as npt
 
 from anycostfl import planner
 from anycostfl.config import Config
-from anycostfl.cost import path_gain, uplink_rate_bps
+from anycostfl.fleet import channel_rate_bps
 from anycostfl.types import Devices, FloatArray, MissingExtra, Strategies, make_devices
 
 if TYPE_CHECKING:
@@ -43,25 +43,16 @@ def draw_cohort(file: Path, planned: Planned) -> None:
     low, high = float(devices.energy_j.min()), float(devices.energy_j.max())
     y = np.linspace(0.9 * min(low, spec.energy_min_j), 1.02 * max(high, spec.energy_max_j), STEPS)
     grid_x, grid_y = (axis.ravel() for axis in np.meshgrid(x, y))
-    bandwidth = spec.bandwidth_hz / (len(devices) if spec.bandwidth_shared else 1)
-    gain = path_gain(
-        grid_x, path_loss_1km_db=spec.path_loss_1km_db, exponent=spec.path_loss_exponent
-    )
     power = float(np.median(devices.power_w))
-    rate = uplink_rate_bps(bandwidth, power, gain, noise_dbm_per_hz=spec.noise_dbm_per_hz)
+    rate = channel_rate_bps(spec, grid_x, power, sharers=len(devices))
     typical = _typical(devices, rate_bps=rate, energy_j=grid_y)
     mapped = planner.plan_strategies(typical, settings.workload, settings.limits)
     figure, axes = _panels(3, planned.title)
     names = (("shrinking factor α", "alpha"), ("compression rate β", "beta"), ("f in GHz", "f"))
     for panel, (label, key) in zip(axes, names, strict=True):
         _map(panel, (x, y), _values(mapped, key), mapped.feasible, label)
-        panel.scatter(
-            distance_m,
-            devices.energy_j,
-            c=_values(planned.strategies, key),
-            **_style(panel),
-            zorder=3,
-        )
+        own = _values(planned.strategies, key)
+        panel.scatter(distance_m, devices.energy_j, c=own, zorder=3, **_style(panel))
         panel.set_xlabel("distance in m")
     axes[0].set_ylabel("energy budget in J")
     note = "map: a device with the cohort's median hardware; dots: the cohort, each with its own"
@@ -82,7 +73,8 @@ def draw_what_if(file: Path, planned: Planned) -> None:
         _map(panel, (x, y), _values(mapped, key), mapped.feasible, label)
         face = "white" if planned.strategies.feasible[0] else "tab:red"
         panel.plot(*here, marker="*", ms=15, mfc=face, mec="black", zorder=3)
-        panel.set(xscale="log", yscale="log", xlabel="latency budget in s")
+        panel.set_xlabel("latency budget in s")
+        _log_axes(panel)
     axes[0].set_ylabel("energy budget in J")
     note = f"star: the budgets asked for, {planned.distance_m[0]:.0f} m from the base station"
     _save(figure, file, note)
@@ -109,24 +101,41 @@ def _map(
     shown: npt.NDArray[np.bool_],
     label: str,
 ) -> None:
-    shape = len(axes[1]), len(axes[0])
-    field = np.ma.masked_array(values, mask=~shown).reshape(shape)
+    """Colour a panel by the values; where the device cannot take part it stays grey."""
+    field = np.ma.masked_array(values, mask=~shown).reshape(len(axes[1]), len(axes[0]))
     panel.set_facecolor("0.88")
-    mesh = panel.pcolormesh(*axes, field, cmap="viridis", shading="nearest", rasterized=True)
-    if field.count() and np.ptp(field.compressed()) > 0:
-        lines = panel.contour(*axes, field, levels=6, colors="white", linewidths=0.7)
-        panel.clabel(lines, fontsize=7)
+    panel.set_title(label, fontsize=10)
     if field.mask.any():
         panel.plot([], [], "s", color="0.88", mec="0.5", label="cannot take part")
         panel.legend(loc="lower left", fontsize=8, framealpha=0.9)
-    bar = panel.figure.colorbar(mesh, ax=panel, pad=0.02)
-    bar.outline.set_visible(False)
-    panel.set_title(label, fontsize=10)
+    if not field.count():
+        return
+    low, high = float(field.min()), float(field.max())
+    scale: dict[str, Any] = {"norm": "log"} if 0 < low < high / 50 else {}
+    mesh = panel.pcolormesh(*axes, field, cmap="viridis", shading="nearest", **scale)
+    if low < high:
+        levels = np.geomspace(low, high, 8) if scale else np.linspace(low, high, 8)
+        lines = panel.contour(*axes, field, levels=levels[1:-1], colors="black", linewidths=0.6)
+        panel.clabel(lines, fontsize=7, fmt=lambda level: f"{level:.2g}")
+    panel.figure.colorbar(mesh, ax=panel, pad=0.02)
 
 
 def _style(panel: Axes) -> dict[str, Any]:
-    mesh = panel.collections[0]
-    return {"cmap": mesh.get_cmap(), "norm": mesh.norm, "edgecolors": "white", "s": 46, "lw": 1.1}
+    """Dots with the colours of the map below them."""
+    dots: dict[str, Any] = {"edgecolors": "white", "s": 50, "lw": 1.4}
+    if panel.collections:
+        dots |= {"cmap": panel.collections[0].get_cmap(), "norm": panel.collections[0].norm}
+    return dots
+
+
+def _log_axes(panel: Axes) -> None:
+    from matplotlib.ticker import LogLocator, NullFormatter, StrMethodFormatter  # noqa: PLC0415
+
+    panel.set(xscale="log", yscale="log")
+    for axis in (panel.xaxis, panel.yaxis):
+        axis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0)))
+        axis.set_major_formatter(StrMethodFormatter("{x:g}"))
+        axis.set_minor_formatter(NullFormatter())
 
 
 def _panels(count: int, title: str) -> tuple[Figure, Sequence[Axes]]:
