@@ -30,6 +30,7 @@ CASES = [
     (VGG9, Limits(alpha_min=0.5, beta_min=0.02, beta_max=0.05)),
     (Workload(5e5, 1e6), Limits(alpha_min=0.1, beta_min=1e-4, beta_max=0.3)),
     (Workload(1e10, 4e9, epochs=5), Limits(alpha_min=0.05, beta_min=1e-5, beta_max=0.1)),
+    (CNN, Limits(alpha_min=1.0, beta_min=0.01, beta_max=0.01)),
 ]
 
 
@@ -70,7 +71,7 @@ def assert_within_every_constraint(
 @pytest.mark.parametrize("case", range(len(CASES)))
 def test_no_worse_than_brute_force_and_infeasible_exactly_where_it_is(case: int) -> None:
     workload, limits = CASES[case]
-    devices = random_devices(np.random.default_rng(case), 4000)  # 24,000 over all cases
+    devices = random_devices(np.random.default_rng(case), 4000)  # 28,000 over all cases
     exact, found = plan_strategies(devices, workload, limits), search(devices, workload, limits)
     assert np.array_equal(exact.feasible, found.feasible)
     assert 0.05 < found.feasible.mean() < 0.999
@@ -101,6 +102,22 @@ def test_equals_the_corrected_closed_form_where_no_cap_binds() -> None:
         np.testing.assert_allclose(
             getattr(exact, name)[free], getattr(paper, name)[free], rtol=1e-9, atol=0
         )
+
+
+def test_no_worse_than_brute_force_where_quantities_coincide() -> None:
+    """One clock only, and E = P·T exactly: the corners where the formulas could divide by zero."""
+    devices = random_devices(np.random.default_rng(12), 1000)
+    values = {name: getattr(devices, name) for name in Devices.__slots__}
+    one_clock = {**values, "frequency_max_hz": values["frequency_min_hz"]}
+    balanced = {**values, "energy_j": values["power_w"] * values["latency_s"]}
+    natural = np.cbrt(values["power_w"] / values["energy_coefficient"])
+    both = {**balanced, "frequency_min_hz": natural, "frequency_max_hz": natural}
+    for changed in (one_clock, balanced, both):
+        same = make_devices(**changed)
+        exact, found = plan_strategies(same, CNN, PAPER), search(same, CNN, PAPER)
+        assert np.array_equal(exact.feasible, found.feasible)
+        assert np.all(exact.gain >= found.gain * (1 - 1e-6))
+        assert_within_every_constraint(exact, same, CNN, PAPER)
 
 
 def test_clipped_closed_form_is_feasible_and_never_better() -> None:

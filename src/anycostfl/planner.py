@@ -181,11 +181,11 @@ def _meets_all(
 def _plan_block(devices: Devices, workload: Workload, limits: Limits) -> Strategies:
     problem = _pose(devices, workload)
     alpha_most = _largest_alpha(problem, limits.beta_min)
-    alpha = np.maximum(_free_alpha(problem), _largest_alpha(problem, limits.beta_max))
-    alpha = np.minimum(np.maximum(alpha, limits.alpha_min), np.minimum(alpha_most, 1.0))
-    feasible = alpha_most >= limits.alpha_min * (1.0 - ROUNDING)
+    alpha_rich = _largest_alpha(problem, limits.beta_max)
+    alpha = np.minimum(np.maximum(_free_alpha(problem), alpha_rich), np.minimum(alpha_most, 1.0))
     alpha = np.maximum(alpha, limits.alpha_min)
-    beta, frequency = _spend(problem, alpha, limits)
+    feasible = alpha_most >= limits.alpha_min * (1.0 - ROUNDING)
+    beta, frequency = _spend(problem, limits, alpha, capped=alpha <= alpha_rich)
     return _describe(
         devices, workload, limits, (alpha, beta, frequency), shown=feasible, feasible=feasible
     )
@@ -221,11 +221,11 @@ def _free_alpha(p: _Problem) -> FloatArray:
     at_zero = p.latency * (1.0 - e)
     slope = p.cycles * (1.0 / f - p.epsilon * f * f / p.power)
     gap_latency = np.maximum(at_zero - slope * by_latency, 0.0)
-    gap_energy = np.minimum(at_zero - slope * by_energy, 0.0)
-    width = gap_latency - gap_energy
-    share = np.divide(gap_latency, width, out=np.zeros_like(width), where=width > 0)
+    gap_energy = np.maximum(slope * by_energy - at_zero, 0.0)
     # gap_latency = 0: latency alone binds at its optimum; gap_energy = 0: energy does.
-    alpha: FloatArray = by_latency + share * (by_energy - by_latency)
+    width = gap_latency + gap_energy
+    meeting = gap_latency * by_energy + gap_energy * by_latency
+    alpha: FloatArray = np.divide(meeting, width, out=by_latency, where=width > 0)
     return alpha
 
 
@@ -239,8 +239,10 @@ def _largest_alpha(p: _Problem, beta: float) -> FloatArray:
     return np.minimum(by_latency, by_energy)
 
 
-def _spend(p: _Problem, alpha: FloatArray, limits: Limits) -> tuple[FloatArray, FloatArray]:
-    """β and f for a given α (step 3)."""
+def _spend(
+    p: _Problem, limits: Limits, alpha: FloatArray, *, capped: npt.NDArray[np.bool_]
+) -> tuple[FloatArray, FloatArray]:
+    """β and f for a given α (step 3); `capped` says where α affords β^max."""
     work = p.cycles * alpha
     linear = (p.power * p.latency - p.energy) / (p.epsilon * work)
     meeting = _positive_root(linear, p.power / p.epsilon)
@@ -250,10 +252,9 @@ def _spend(p: _Problem, alpha: FloatArray, limits: Limits) -> tuple[FloatArray, 
     # Where the budgets meet both are equal; the smaller budget loses fewer digits.
     both = np.where(linear > 0, in_energy, in_time)
     left = np.where(fastest == meeting, both, np.minimum(in_time, in_energy))
-    beta = left / (alpha * p.upload)
+    beta = np.where(capped, limits.beta_max, left / (alpha * p.upload))
     beta = np.minimum(np.maximum(beta, limits.beta_min), limits.beta_max)
     slowest = work / np.maximum(p.latency - alpha * beta * p.upload, work / p.frequency_max)
-    capped = beta >= limits.beta_max
     frequency = np.where(capped, np.minimum(_clip_frequency(p, slowest), fastest), fastest)
     return beta, frequency
 
