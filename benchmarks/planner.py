@@ -112,12 +112,12 @@ def draw(file: Path, swept: dict[str, dict[str, list[tuple[float, float, float]]
         for (name, rows), colour in zip(lines.items(), ("tab:blue", "tab:orange"), strict=True):
             factor, ratio, outside = np.array(rows).T
             panel.plot(factor, ratio, color=colour, label=name)
-            panel.plot(factor, 1 - outside, color=colour, lw=1, ls=":")
+            panel.plot(factor, 1 - outside, color=colour, lw=1, ls=":", label=f"{name}, inside")
         panel.axvline(1.0, color="0.6", lw=0.8)
         panel.set(xscale="log", xlabel=f"{what} × preset", ylim=(0, 1.03), xlim=(0.1, 10))
         panel.grid(color="0.92")
-    panels[0].set_ylabel("clipped / exact gain")
-    panels[0].legend(fontsize=8, loc="lower left")
+    panels[0].set_ylabel("clipped / exact gain\n(dotted: printed solutions in the box)")
+    panels[1].legend(fontsize=8, loc="lower left")
     figure.savefig(file, dpi=90)
 
 
