@@ -226,7 +226,7 @@ def warm_up(model: Cnn, images: Tensor, labels: Tensor, seed: int, *, elastic: b
         update = local_update(model, alpha, images[part], labels[part], seed)
         with torch.no_grad():
             for name, parameter in model.named_parameters():
-                parameter -= update[name]
+                parameter.sub_(update[name])
 
 
 def report(model: Cnn, images: Tensor, labels: Tensor) -> None:

@@ -7,7 +7,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from anycostfl import cost
-from anycostfl.planner import _positive_root, closed_form, plan_strategies, require_feasible
+from anycostfl.planner import (
+    _positive_root,
+    closed_form,
+    needed_budgets,
+    plan_strategies,
+    require_feasible,
+)
 from anycostfl.types import (
     Binds,
     Devices,
@@ -218,12 +224,11 @@ def test_least_budgets_are_enough_and_no_less_is() -> None:
     devices = random_devices(np.random.default_rng(11), 50_000)
     values = {name: getattr(devices, name) for name in Devices.__slots__}
     s = plan_strategies(devices, CNN, PAPER)
-    cycles = cost.compute_cycles(devices, CNN) * PAPER.alpha_min
-    upload = PAPER.alpha_min * PAPER.beta_min * CNN.size_bits / devices.rate_bps
-    latency_floor = cycles / devices.frequency_max_hz + upload
-    energy_floor = (
-        devices.energy_coefficient * devices.frequency_min_hz**2 * cycles + upload * devices.power_w
-    )
+    smallest = np.full(len(s), PAPER.alpha_min), np.full(len(s), PAPER.beta_min)
+    latency_floor, _ = cost.round_cost(devices, CNN, *smallest, devices.frequency_max_hz)
+    _, energy_floor = cost.round_cost(devices, CNN, *smallest, devices.frequency_min_hz)
+    np.testing.assert_allclose(s.latency_floor_s, latency_floor, rtol=1e-12)
+    np.testing.assert_allclose(s.energy_floor_j, energy_floor, rtol=1e-12)
     by_time = {**values, "energy_j": np.maximum(devices.energy_j, energy_floor * (1 + 1e-9))}
     by_joule = {**values, "latency_s": np.maximum(devices.latency_s, latency_floor * (1 + 1e-9))}
 
@@ -239,6 +244,21 @@ def test_least_budgets_are_enough_and_no_less_is() -> None:
     # at the floor itself the other budget was raised a little, which may buy back the difference
     assert not np.any(too_slow[devices.energy_j > energy_floor])
     assert not np.any(too_hungry[devices.latency_s > latency_floor])
+
+
+def test_needed_budgets_are_told_as_pairs_that_suffice() -> None:
+    devices = one_device(latency_s=0.1, energy_j=0.001)  # below both floors
+    s = plan_strategies(devices, CNN, PAPER)
+    told = needed_budgets(s, devices, 0)
+    first, second = (part.split(" s with ") for part in told.removesuffix(" J").split(" J, or "))
+    for seconds, joules in (first, second):
+        raised = one_device(latency_s=float(seconds) * 1.001, energy_j=float(joules) * 1.001)
+        assert plan_strategies(raised, CNN, PAPER).feasible[0]
+
+
+def test_nobody_to_plan_for() -> None:
+    nobody = one_device().take(np.array([], dtype=np.intp))
+    assert len(plan_strategies(nobody, CNN, PAPER)) == 0
 
 
 def test_result_does_not_depend_on_the_other_devices() -> None:

@@ -70,7 +70,7 @@ def plan_strategies(devices: Devices, workload: Workload, limits: Limits) -> Str
     """The strategy of largest gain α⁴β for every device, within its budgets and all caps."""
     blocks = [
         _plan_block(devices.take(slice(start, start + BLOCK)), workload, limits)
-        for start in range(0, len(devices), BLOCK)
+        for start in range(0, max(len(devices), 1), BLOCK)
     ]
     return Strategies(
         *(np.concatenate([getattr(b, item.name) for b in blocks]) for item in fields(Strategies))
@@ -84,9 +84,17 @@ def require_feasible(strategies: Strategies, devices: Devices) -> None:
     i = int(np.argmin(strategies.feasible))
     raise InfeasibleBudget(
         f"device {i} cannot afford the smallest strategy with {devices.latency_s[i]:.4g} s and "
-        f"{devices.energy_j[i]:.4g} J ({Reason(int(strategies.reason[i]))}); it needs "
-        f"{strategies.least_latency_s[i]:.4g} s or {strategies.least_energy_j[i]:.4g} J"
+        f"{devices.energy_j[i]:.4g} J ({Reason(int(strategies.reason[i]))}); "
+        f"it needs {needed_budgets(strategies, devices, i)}"
     )
+
+
+def needed_budgets(strategies: Strategies, devices: Devices, i: int) -> str:
+    """In words: the least latency for a device with its energy budget, or the other way round."""
+    joules = max(float(devices.energy_j[i]), float(strategies.energy_floor_j[i]))
+    seconds = max(float(devices.latency_s[i]), float(strategies.latency_floor_s[i]))
+    slower = f"{strategies.least_latency_s[i]:.4g} s with {joules:.4g} J"
+    return f"{slower}, or {seconds:.4g} s with {strategies.least_energy_j[i]:.4g} J"
 
 
 def closed_form(
@@ -293,7 +301,6 @@ def _describe(
     alpha, beta, frequency = (np.where(shown, part, 0.0) for part in chosen)
     safe = np.where(shown, frequency, devices.frequency_max_hz)
     latency, energy = cost.round_cost(devices, workload, alpha, beta, safe)
-    least = _least_budgets(devices, workload, limits)
     return Strategies(
         alpha=alpha,
         beta=beta,
@@ -306,8 +313,7 @@ def _describe(
         feasible=feasible,
         reason=np.where(feasible, 0, _reasons(devices, workload, limits)).astype(np.uint8),
         binds=_binding(devices, limits, (alpha, beta, frequency), (latency, energy), feasible),
-        least_latency_s=least[0],
-        least_energy_j=least[1],
+        **_least_budgets(devices, workload, limits),
     )
 
 
@@ -355,15 +361,19 @@ def _reasons(devices: Devices, workload: Workload, limits: Limits) -> npt.NDArra
     return np.where(radio, Reason.RADIO, reason).astype(np.uint8)
 
 
-def _least_budgets(
-    devices: Devices, workload: Workload, limits: Limits
-) -> tuple[FloatArray, FloatArray]:
-    """The least latency at the given energy, and the least energy at the given latency."""
+def _least_budgets(devices: Devices, workload: Workload, limits: Limits) -> dict[str, FloatArray]:
+    """The least latency at the given energy, the least energy at the given latency, the floors."""
     cycles, upload = _smallest(devices, workload, limits)
-    joules = np.maximum(devices.energy_j - upload * devices.power_w, 0.0)
-    affordable = np.sqrt(joules / (devices.energy_coefficient * cycles))
+    sending = upload * devices.power_w
+    heat = devices.energy_coefficient * cycles
+    affordable = np.sqrt(np.maximum(devices.energy_j - sending, 0.0) / heat)
     fast = np.minimum(np.maximum(affordable, devices.frequency_min_hz), devices.frequency_max_hz)
-    seconds = np.maximum(devices.latency_s - upload, cycles / devices.frequency_max_hz)
-    slow = np.maximum(cycles / seconds, devices.frequency_min_hz)
-    computing = devices.energy_coefficient * slow * slow * cycles
-    return cycles / fast + upload, computing + upload * devices.power_w
+    quickest = cycles / devices.frequency_max_hz
+    in_time = cycles / np.maximum(devices.latency_s - upload, quickest)
+    slow = np.maximum(in_time, devices.frequency_min_hz)
+    return {
+        "least_latency_s": cycles / fast + upload,
+        "least_energy_j": heat * slow * slow + sending,
+        "latency_floor_s": quickest + upload,
+        "energy_floor_j": heat * devices.frequency_min_hz**2 + sending,
+    }

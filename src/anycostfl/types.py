@@ -263,8 +263,9 @@ class Strategy:
 class Strategies:
     """One strategy per device, as arrays; a device that sits out has zeros everywhere.
 
-    `least_latency_s` is the least latency budget under which the device could take part with its
-    energy budget (raised to the least energy of any strategy, if it is below that), and
+    `latency_floor_s` and `energy_floor_j` are the least time (at f^max) and the least energy (at
+    f^min) of any strategy. `least_latency_s` is the least latency budget under which the device
+    could take part with its energy budget, raised to the floor if it is below, and
     `least_energy_j` the same with the roles exchanged.
     """
 
@@ -281,6 +282,8 @@ class Strategies:
     binds: npt.NDArray[np.uint8]
     least_latency_s: FloatArray
     least_energy_j: FloatArray
+    latency_floor_s: FloatArray
+    energy_floor_j: FloatArray
 
     def __len__(self) -> int:
         return len(self.alpha)

@@ -114,9 +114,9 @@ def _show(planned: Planned, *, as_json: bool) -> None:
     view.box, view.padding, view.pad_edge = box.SIMPLE_HEAD, (0, 1, 0, 0), False
     out.print(view)
     out.print(LEGEND)
-    for item in records:
+    for i, item in enumerate(records):
         if not item["feasible"]:
-            needs = f"{item['least_latency_s']:.3g} s or {item['least_energy_j']:.3g} J"
+            needs = planner.needed_budgets(planned.strategies, planned.devices, i)
             out.print(f"device {item['device']} sits out ({item['reason']}); it needs {needs}")
     if len(records) > 1:
         for name, value in summary.items():
@@ -139,6 +139,8 @@ def _record(planned: Planned, i: int) -> dict[str, Any]:
         "binds": Binds(int(s.binds[i])).words(),
         "least_latency_s": float(s.least_latency_s[i]),
         "least_energy_j": float(s.least_energy_j[i]),
+        "latency_floor_s": float(s.latency_floor_s[i]),
+        "energy_floor_j": float(s.energy_floor_j[i]),
     }
 
 
