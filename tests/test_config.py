@@ -95,6 +95,7 @@ def test_overrides_are_toml_values_and_bare_words() -> None:
         ("summary.x=1", "not a section"),
         ("fleet=3", "a section"),
         ("fleet.profiles=3", "a list of strings"),
+        ("fleet.distance_mean_m=far", "given 'far' (str), allowed a number"),
         ("fleet.distance_std_m=500", "beside a mean"),
     ],
 )

@@ -202,13 +202,7 @@ def _build(
         elif required:
             problems.append(f"{prefix}{item.name}: missing, allowed {_words(hints[item.name])}")
     problems += [prefix + text for text in rule_problems(kind, values)]
-    if len(problems) > before:
-        return None
-    try:
-        return kind(**values)
-    except ConfigError as error:
-        problems += [prefix + text for text in error.problems]
-        return None
+    return kind(**values) if len(problems) == before else None
 
 
 def _value(given: Any, hint: Any, key: str, problems: list[str]) -> Any:  # noqa: ANN401 - from TOML

@@ -20,6 +20,8 @@ import numpy.typing as npt
 
 from anycostfl import cost
 from anycostfl.types import (
+    POSITIVE,
+    ConfigError,
     Devices,
     FleetSpec,
     FloatArray,
@@ -139,6 +141,8 @@ def place_device(
     energy_j: npt.ArrayLike,
 ) -> Devices:
     """One real device in the radio cell of a fleet, with its budgets."""
+    if not np.all(POSITIVE.contains(distance_m)):
+        raise ConfigError([f"distance_m: given {distance_m!r}, allowed {POSITIVE}"])
     return make_devices(
         samples=spec.samples,
         flops_per_cycle=profile.flops_per_cycle,

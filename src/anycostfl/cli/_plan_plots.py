@@ -13,7 +13,14 @@ import numpy.typing as npt
 from anycostfl import planner
 from anycostfl.config import Config
 from anycostfl.fleet import channel_rate_bps
-from anycostfl.types import Devices, FloatArray, MissingExtra, Strategies, make_devices
+from anycostfl.types import (
+    ConfigError,
+    Devices,
+    FloatArray,
+    MissingExtra,
+    Strategies,
+    make_devices,
+)
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -153,5 +160,8 @@ def _panels(count: int, title: str) -> tuple[Figure, Sequence[Axes]]:
 
 def _save(figure: Figure, file: Path, note: str) -> None:
     figure.supxlabel(note, fontsize=8, color="0.35")
-    file.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(file, dpi=110)
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        figure.savefig(file, dpi=110)
+    except (OSError, ValueError) as error:  # not writable, or not a format matplotlib knows
+        raise ConfigError([f"--plot: given {file}, but {error}"]) from error
