@@ -1,20 +1,30 @@
 """Train one model across devices of very different speed, radio and battery (AnycostFL)."""
 
+from anycostfl.aggregate import optimal_weights
+from anycostfl.planner import plan_strategies
 from anycostfl.shrink import ElasticModel, SubModel, WidthPlan, recalibrate
 from anycostfl.types import (
     AlphaError,
     AnycostError,
+    ConfigError,
+    InfeasibleBudget,
+    Limits,
     NotShrinkable,
     ShapeMismatch,
     TraceError,
     UnknownName,
     Update,
+    Workload,
+    make_devices,
 )
 
 __all__ = [
     "AlphaError",
     "AnycostError",
+    "ConfigError",
     "ElasticModel",
+    "InfeasibleBudget",
+    "Limits",
     "NotShrinkable",
     "ShapeMismatch",
     "SubModel",
@@ -22,5 +32,9 @@ __all__ = [
     "UnknownName",
     "Update",
     "WidthPlan",
+    "Workload",
+    "make_devices",
+    "optimal_weights",
+    "plan_strategies",
     "recalibrate",
 ]

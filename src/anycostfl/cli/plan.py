@@ -1,0 +1,187 @@
+"""`anycostfl plan`: the strategies of a simulated cohort, or of one real device (Sec. IV-D).
+
+Options that are not given come from the preset: `--latency` and `--energy` of one device are then
+the preset's latency and its mean energy budget, `--distance` the mean distance in its cell.
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Annotated, Any
+
+import numpy as np
+import typer
+from rich import box
+
+from anycostfl import config, fleet, planner
+from anycostfl.cli import _plan_plots
+from anycostfl.cli._console import emit_json, out, table
+from anycostfl.cli._plan_plots import Planned
+from anycostfl.types import Binds, FloatArray, Reason
+
+COLUMNS = (">#", ">m", ">kbit/s", ">≤ J", ">α", ">β", ">GHz", ">s", ">J", ">gain", "binds")
+SYMBOLS = {
+    Binds.LATENCY: "T",
+    Binds.ENERGY: "E",
+    Binds.ALPHA_MIN: "α-",
+    Binds.ALPHA_MAX: "α+",
+    Binds.BETA_MIN: "β-",
+    Binds.BETA_MAX: "β+",
+    Binds.FREQUENCY_MIN: "f-",
+    Binds.FREQUENCY_MAX: "f+",
+}
+LEGEND = "binds: T latency, E energy, - and + the least and the largest allowed α, β, f"
+
+
+def plan(
+    *,
+    preset: Annotated[str, typer.Option(help="A preset's name, or a .toml file.")] = "fmnist-iid",
+    round_: Annotated[int, typer.Option("--round", min=0, help="Which round to plan.")] = 0,
+    seed: Annotated[int | None, typer.Option(min=0, help="Instead of the preset's seed.")] = None,
+    device: Annotated[str | None, typer.Option(help="One device profile, not a cohort.")] = None,
+    latency: Annotated[float | None, typer.Option(help="Its latency budget in seconds.")] = None,
+    energy: Annotated[float | None, typer.Option(help="Its energy budget in joules.")] = None,
+    distance: Annotated[float | None, typer.Option(help="Its distance in metres.")] = None,
+    samples: Annotated[float | None, typer.Option(help="Its number of samples.")] = None,
+    set_: Annotated[
+        list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Change the preset.")
+    ] = None,
+    json_: Annotated[bool, typer.Option("--json", help="One JSON document instead.")] = False,
+    plot: Annotated[Path | None, typer.Option(help="Also draw a figure into this file.")] = None,
+) -> None:
+    """Plan (α, β, f) of every device of a round, or of one device, under its budgets."""
+    settings = config.load_preset(preset, set_ or [])
+    if device is None:
+        _refuse_without_device(latency=latency, energy=energy, distance=distance, samples=samples)
+        planned = _plan_cohort(
+            settings, preset, settings.run.seed if seed is None else seed, round_
+        )
+    else:
+        if samples is not None:
+            settings = replace(settings, fleet=replace(settings.fleet, samples=samples))
+        planned = _plan_device(settings, device, (latency, energy, distance))
+    _show(planned, as_json=json_)
+    if plot is not None:
+        draw = _plan_plots.draw_cohort if device is None else _plan_plots.draw_what_if
+        draw(plot, planned)
+        if not json_:
+            out.print(f"figure: {plot}")
+    if device is not None:
+        planner.require_feasible(planned.strategies, planned.devices)
+
+
+def _refuse_without_device(**budgets: float | None) -> None:
+    if given := [f"--{name}" for name, value in budgets.items() if value is not None]:
+        raise typer.BadParameter(f"{', '.join(given)} only with --device; use --set for a cohort")
+
+
+def _plan_cohort(settings: config.Config, preset: str, seed: int, round_index: int) -> Planned:
+    profiles = {name: config.load_profile(name) for name in settings.fleet.profiles}
+    cohort = fleet.draw_cohort(
+        settings.fleet, seed=seed, round_index=round_index, profiles=profiles
+    )
+    strategies = planner.plan_strategies(cohort.devices, settings.workload, settings.limits)
+    title = f"{preset}, round {round_index}, seed {seed}"
+    return Planned(title, cohort.index, cohort.distance_m, cohort.devices, strategies, settings)
+
+
+def _plan_device(
+    settings: config.Config, name: str, given: tuple[float | None, float | None, float | None]
+) -> Planned:
+    profile, spec = config.load_profile(name), settings.fleet
+    mean_distance = spec.distance_mean_m or 2.0 * spec.radius_m / 3.0
+    defaults = spec.latency_s, (spec.energy_min_j + spec.energy_max_j) / 2, mean_distance
+    latency, energy, distance = (
+        default if value is None else value for value, default in zip(given, defaults, strict=True)
+    )
+    devices = fleet.place_device(
+        profile, spec, distance_m=distance, latency_s=latency, energy_j=energy
+    )
+    strategies = planner.plan_strategies(devices, settings.workload, settings.limits)
+    title = f"{profile.name}, {settings.model.name} on {settings.data.name}"
+    return Planned(title, np.array([0]), np.array([distance]), devices, strategies, settings)
+
+
+def _show(planned: Planned, *, as_json: bool) -> None:
+    summary = _summary(planned)
+    records = [_record(planned, i) for i in range(len(planned.devices))]
+    if as_json:
+        emit_json({"title": planned.title, "devices": records, "summary": summary})
+        return
+    latency = f"at most {planned.devices.latency_s.max():g} s"
+    view = table(f"{planned.title}, {latency}", COLUMNS, [_cells(item) for item in records])
+    view.box, view.padding, view.pad_edge = box.SIMPLE_HEAD, (0, 1, 0, 0), False
+    out.print(view)
+    out.print(LEGEND)
+    for i, item in enumerate(records):
+        if not item["feasible"]:
+            needs = planner.needed_budgets(planned.strategies, planned.devices, i)
+            out.print(f"device {item['device']} sits out ({item['reason']}); it needs {needs}")
+    if len(records) > 1:
+        for name, value in summary.items():
+            out.print(f"  {name.replace('_', ' ')}: {value:.4g}")
+
+
+def _record(planned: Planned, i: int) -> dict[str, Any]:
+    s, d = planned.strategies, planned.devices
+    return {
+        "device": int(planned.index[i]),
+        "distance_m": float(planned.distance_m[i]),
+        "rate_bps": float(d.rate_bps[i]),
+        "latency_budget_s": float(d.latency_s[i]),
+        "energy_budget_j": float(d.energy_j[i]),
+        **asdict(s[i]),
+        "latency_slack_s": float(s.latency_slack_s[i]),
+        "energy_slack_j": float(s.energy_slack_j[i]),
+        "feasible": bool(s.feasible[i]),
+        "reason": str(Reason(int(s.reason[i]))),
+        "binds": Binds(int(s.binds[i])).words(),
+        "least_latency_s": float(s.least_latency_s[i]),
+        "least_energy_j": float(s.least_energy_j[i]),
+        "latency_floor_s": float(s.latency_floor_s[i]),
+        "energy_floor_j": float(s.energy_floor_j[i]),
+    }
+
+
+def _cells(record: dict[str, Any]) -> list[str]:
+    place = [
+        str(record["device"]),
+        f"{record['distance_m']:.0f}",
+        f"{record['rate_bps'] / 1e3:.0f}",
+        f"{record['energy_budget_j']:.2f}",
+    ]
+    if not record["feasible"]:
+        return [*place, *["–"] * 6, "sits out"]
+    return [
+        *place,
+        f"{record['alpha']:.3f}",
+        f"{record['beta']:.4f}",
+        f"{record['frequency_hz'] / 1e9:.3f}",
+        f"{record['latency_s']:.2f}",
+        f"{record['energy_j']:.2f}",
+        f"{record['gain']:.5f}",
+        " ".join(sign for flag, sign in SYMBOLS.items() if flag.words()[0] in record["binds"]),
+    ]
+
+
+def _summary(planned: Planned) -> dict[str, float]:
+    s, settings = planned.strategies, planned.settings
+    clipped = planner.closed_form(planned.devices, settings.workload, settings.limits, clipped=True)
+    taking_part = s.feasible
+    share = (s.alpha * s.beta)[taking_part]
+    return {
+        "devices_taking_part": int(taking_part.sum()),
+        "devices_sitting_out": int((~taking_part).sum()),
+        "mean_alpha": _mean(s.alpha[taking_part]),
+        "mean_alpha_beta": _mean(share),
+        "upload_kb_per_device": _mean(share) * settings.workload.size_bits / 8e3,
+        "round_latency_s": float(s.latency_s.max()),
+        "round_energy_j": float(s.energy_j.sum()),
+        "mean_gain": float(s.gain.mean()),
+        "mean_gain_of_the_clipped_closed_form": float(clipped.gain.mean()),
+    }
+
+
+def _mean(values: FloatArray) -> float:
+    return float(values.mean()) if values.size else 0.0

@@ -1,0 +1,242 @@
+"""TOML files → checked dataclasses: presets (a whole experiment) and device profiles.
+
+A file is read against the annotations and rules of its dataclass. Unknown keys, missing keys, wrong
+types and values out of range are collected over the whole file and reported at once, each with its
+key, what was given and what is allowed.
+"""
+
+from __future__ import annotations
+
+import difflib
+import tomllib
+import types
+from collections.abc import Mapping, Sequence
+from dataclasses import MISSING, dataclass, field, fields, is_dataclass
+from importlib import resources
+from importlib.resources.abc import Traversable
+from pathlib import Path
+from typing import Annotated, Any, TypeVar, get_args, get_origin, get_type_hints
+
+from anycostfl import models
+from anycostfl.types import (
+    ConfigError,
+    Count,
+    FleetSpec,
+    Interval,
+    Limits,
+    OneOf,
+    Positive,
+    Profile,
+    UnknownName,
+    Workload,
+    check_fields,
+    rule_problems,
+)
+
+Record = TypeVar("Record")
+
+
+@dataclass(frozen=True, slots=True)
+class Training:
+    """Local training; the number of local epochs τ is part of the workload."""
+
+    learning_rate: Positive
+    batch: Count
+
+    def __post_init__(self) -> None:
+        check_fields(self)
+
+
+@dataclass(frozen=True, slots=True)
+class Data:
+    """The dataset and how it is split over the fleet."""
+
+    name: str
+    partition: Annotated[str, OneOf(("iid", "dirichlet"))] = "iid"
+    concentration: Positive = 0.5
+
+    def __post_init__(self) -> None:
+        check_fields(self)
+
+
+@dataclass(frozen=True, slots=True)
+class Model:
+    """The architecture, a file of `anycostfl.models`."""
+
+    name: str
+
+    def __post_init__(self) -> None:
+        check_fields(self)
+
+    @staticmethod
+    def cross_check(values: Mapping[str, Any]) -> list[str]:
+        """The architecture exists."""
+        name, known = values.get("name"), models.names()
+        if name is None or name in known:
+            return []
+        return [f"name: given {name!r}, allowed {', '.join(known)}"]
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """How long to train, with which method, from which seed."""
+
+    rounds: Count
+    target_accuracy: Annotated[float, Interval(0.0, 1.0)]
+    method: str = "anycostfl"
+    seed: Annotated[int, Interval(0.0)] = 0
+
+    def __post_init__(self) -> None:
+        check_fields(self)
+
+
+@dataclass(frozen=True, slots=True)
+class Config:
+    """One experiment, as a preset describes it."""
+
+    fleet: FleetSpec
+    workload: Workload
+    training: Training
+    data: Data
+    model: Model
+    run: Run
+    limits: Limits = field(default_factory=Limits)
+    summary: str = ""
+
+
+def preset_names() -> list[str]:
+    """Every preset that comes with the package."""
+    return _names("presets")
+
+
+def profile_names() -> list[str]:
+    """Every device profile that comes with the package."""
+    return _names("profiles")
+
+
+def load_preset(name: str, overrides: Sequence[str] = ()) -> Config:
+    """Read a preset by its name, or any file that ends in .toml; overrides are `a.b=value`."""
+    table = tomllib_load(_find("presets", name, "preset"), name)
+    problems = [text for item in overrides if (text := _override(table, item))]
+    return _checked(Config, table, name, problems)
+
+
+def load_profile(name: str) -> Profile:
+    """Read a device profile by its name, or any file that ends in .toml."""
+    return _checked(
+        Profile, tomllib_load(_find("profiles", name, "device profile"), name), name, []
+    )
+
+
+def tomllib_load(file: Traversable, name: str) -> dict[str, Any]:
+    """Parse one TOML file; a syntax error is a ConfigError too."""
+    try:
+        return tomllib.loads(file.read_text(encoding="utf-8"))
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise ConfigError([f"not a TOML file: {error}"], name) from error
+
+
+def read_table(kind: type[Record], table: Mapping[str, Any]) -> Record:
+    """A dataclass from one parsed TOML table, or a ConfigError with all its problems."""
+    return _checked(kind, table, kind.__name__, [])
+
+
+def _names(folder: str) -> list[str]:
+    files = resources.files("anycostfl").joinpath(folder).iterdir()
+    return sorted(f.name.removesuffix(".toml") for f in files if f.name.endswith(".toml"))
+
+
+def _find(folder: str, name: str, what: str) -> Traversable:
+    if name in _names(folder):
+        return resources.files("anycostfl").joinpath(folder, f"{name}.toml")
+    path = Path(name)
+    if path.suffix == ".toml" and path.is_file():
+        return path
+    known = ", ".join(_names(folder))
+    close = difflib.get_close_matches(name, _names(folder), n=1)
+    hint = f"did you mean {close[0]!r}? " if close else ""
+    raise UnknownName(f"no {what} {name!r}; {hint}there are {known}, or give a .toml file")
+
+
+def _override(table: dict[str, Any], item: str) -> str:
+    """Set `a.b=value` in the table; the problem, if it cannot be."""
+    key, equals, text = item.partition("=")
+    *sections, name = (part.strip() for part in key.split("."))
+    if not equals or not name or not all(sections):
+        return f"--set {item}: allowed section.key=value"
+    for section in sections:
+        inner = table.setdefault(section, {})
+        if not isinstance(inner, dict):
+            return f"--set {item}: {section} is not a section"
+        table = inner
+    try:
+        table[name] = tomllib.loads(f"x = {text}")["x"]
+    except tomllib.TOMLDecodeError:
+        table[name] = text.strip()  # a bare word is meant as a string
+    return ""
+
+
+def _checked(
+    kind: type[Record], table: Mapping[str, Any], source: str, problems: list[str]
+) -> Record:
+    record = _build(kind, table, "", problems)
+    if problems or record is None:
+        raise ConfigError(problems, source)
+    return record
+
+
+def _build(
+    kind: type[Record], table: Mapping[str, Any], prefix: str, problems: list[str]
+) -> Record | None:
+    """The record, or None after adding to the problems."""
+    before = len(problems)
+    hints = get_type_hints(kind)
+    names = [item.name for item in fields(kind)]  # type: ignore[arg-type]  # always a dataclass
+    problems += [_unknown(prefix, key, names) for key in table if key not in names]
+    values: dict[str, Any] = {}
+    for item in fields(kind):  # type: ignore[arg-type]  # as above
+        required = item.default is MISSING and item.default_factory is MISSING
+        if item.name in table:
+            key = f"{prefix}{item.name}"
+            values[item.name] = _value(table[item.name], hints[item.name], key, problems)
+        elif required:
+            problems.append(f"{prefix}{item.name}: missing, allowed {_words(hints[item.name])}")
+    problems += [prefix + text for text in rule_problems(kind, values)]
+    return kind(**values) if len(problems) == before else None
+
+
+def _value(given: Any, hint: Any, key: str, problems: list[str]) -> Any:
+    """The value as its annotation wants it; None after adding to the problems."""
+    if is_dataclass(hint) and isinstance(given, dict):
+        return _build(hint, given, f"{key}.", problems)  # type: ignore[arg-type]  # is a class
+    options = get_args(hint) if isinstance(hint, types.UnionType) else (hint,)
+    for option in options:
+        if option is float and isinstance(given, int | float) and not isinstance(given, bool):
+            return float(given)
+        if option is int and isinstance(given, int) and not isinstance(given, bool):
+            return given
+        if option in (str, bool) and isinstance(given, option):
+            return given
+        if get_origin(option) is tuple and _is_strings(given):
+            return tuple(given)
+    problems.append(f"{key}: given {given!r} ({type(given).__name__}), allowed {_words(hint)}")
+    return None
+
+
+def _is_strings(given: Any) -> bool:
+    return isinstance(given, list) and all(isinstance(item, str) for item in given)
+
+
+def _words(hint: Any) -> str:
+    words = {float: "a number", int: "a whole number", str: "a string", bool: "true or false"}
+    if is_dataclass(hint):
+        return "a section"
+    if isinstance(hint, types.UnionType):
+        return _words(get_args(hint)[0])
+    return "a list of strings" if get_origin(hint) is tuple else words[hint]
+
+
+def _unknown(prefix: str, key: str, names: Sequence[str]) -> str:
+    close = difflib.get_close_matches(key, names, n=1)
+    allowed = f"did you mean {close[0]}?" if close else f"allowed {', '.join(names)}"
+    return f"{prefix}{key}: unknown key, {allowed}"

@@ -1,0 +1,89 @@
+"""Time and energy of computing and of the radio (Sec. IV-A, eqs. 5–9).
+
+    T^cmp = C·α / f          E^cmp = ε·f²·C·α          with C = τ·|D|·W cycles
+    r = b·log2(1 + h·P / (N0·b))
+    T^com = α·β·S / r        E^com = T^com·P
+
+Deviation: W is in cycles, so a workload carries FLOPs per sample and a device its FLOPs per cycle.
+The path loss h is the macro-cell model 128.1 + 37.6·log10(d in km) dB of 3GPP TR 36.814, whose
+exponent is the paper's 3.76; the paper leaves the constant out.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+
+from anycostfl.types import Devices, FloatArray, Workload
+
+
+def compute_cycles(devices: Devices, workload: Workload) -> FloatArray:
+    """C = τ·|D|·W: cycles of one round on the full model."""
+    per_sample = workload.flops_per_sample / devices.flops_per_cycle
+    cycles: FloatArray = workload.epochs * devices.samples * per_sample
+    return cycles
+
+
+def compute_time_s(cycles: FloatArray, alpha: FloatArray, frequency_hz: FloatArray) -> FloatArray:
+    """T^cmp of training a sub-model of width factor α."""
+    return cycles * alpha / frequency_hz
+
+
+def compute_energy_j(
+    cycles: FloatArray,
+    alpha: FloatArray,
+    frequency_hz: FloatArray,
+    energy_coefficient: FloatArray,
+) -> FloatArray:
+    """E^cmp of training a sub-model of width factor α."""
+    return energy_coefficient * frequency_hz * frequency_hz * cycles * alpha
+
+
+def path_gain(
+    distance_m: npt.ArrayLike, *, path_loss_1km_db: float = 128.1, exponent: float = 3.76
+) -> FloatArray:
+    """The fraction |h| of the transmitted power that arrives."""
+    kilometres = np.asarray(distance_m, np.float64) / 1000.0
+    gain: FloatArray = 10.0 ** (-path_loss_1km_db / 10.0) * kilometres**-exponent
+    return gain
+
+
+def uplink_rate_bps(
+    bandwidth_hz: npt.ArrayLike,
+    power_w: npt.ArrayLike,
+    gain: npt.ArrayLike,
+    *,
+    noise_dbm_per_hz: float = -174.0,
+) -> FloatArray:
+    """Achievable rate of one FDMA channel."""
+    bandwidth = np.asarray(bandwidth_hz, np.float64)
+    noise_w = 10.0 ** ((noise_dbm_per_hz - 30.0) / 10.0) * bandwidth
+    rate: FloatArray = bandwidth * np.log2(1.0 + np.multiply(gain, power_w) / noise_w)
+    return rate
+
+
+def upload_time_s(
+    alpha: FloatArray, beta: FloatArray, size_bits: float, rate_bps: FloatArray
+) -> FloatArray:
+    """T^com of an update of width factor α compressed to the fraction β."""
+    return alpha * beta * size_bits / rate_bps
+
+
+def upload_energy_j(time_s: FloatArray, power_w: FloatArray) -> FloatArray:
+    """E^com of sending for that long."""
+    return time_s * power_w
+
+
+def round_cost(
+    devices: Devices,
+    workload: Workload,
+    alpha: FloatArray,
+    beta: FloatArray,
+    frequency_hz: FloatArray,
+) -> tuple[FloatArray, FloatArray]:
+    """Latency in seconds and energy in joules of one round: computing, then uploading."""
+    cycles = compute_cycles(devices, workload)
+    upload = upload_time_s(alpha, beta, workload.size_bits, devices.rate_bps)
+    latency = compute_time_s(cycles, alpha, frequency_hz) + upload
+    energy = compute_energy_j(cycles, alpha, frequency_hz, devices.energy_coefficient)
+    return latency, energy + upload_energy_j(upload, devices.power_w)

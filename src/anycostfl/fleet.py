@@ -1,0 +1,184 @@
+"""Simulated fleets: hardware, positions, channels and budgets of each round (Sec. V-A).
+
+Every quantity has its own generator, seeded by (seed, round, quantity), and is drawn for the whole
+fleet at once. So device i of round t draws the same numbers whatever the cohort, the order in which
+devices are asked and the rounds played before.
+
+Deviations: the paper gives each device 1 MHz; its result table fits 1 MHz shared by the cohort
+(`bandwidth_shared`). Spread distances and coefficients are uniform around their mean.
+"""
+
+from __future__ import annotations
+
+import enum
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from anycostfl import cost
+from anycostfl.types import (
+    POSITIVE,
+    ConfigError,
+    Devices,
+    FleetSpec,
+    FloatArray,
+    Profile,
+    UnknownName,
+    make_devices,
+)
+
+NEAREST_M = 1.0  # nobody stands inside the antenna; path loss has no meaning at distance 0
+
+
+class Purpose(enum.IntEnum):
+    """The quantity a generator is for; the numbers are part of every seed, so never reuse one."""
+
+    HARDWARE = 1
+    POSITION = 2
+    BUDGET = 3
+    COHORT = 4
+    SAMPLES = 5
+
+
+@dataclass(frozen=True, slots=True)
+class Cohort:
+    """The devices of one round: who they are, where they stand, what they can spend."""
+
+    index: npt.NDArray[np.intp]
+    distance_m: FloatArray
+    devices: Devices
+
+
+def generator(seed: int, round_index: int, purpose: Purpose) -> np.random.Generator:
+    """The stream of one quantity in one round."""
+    return np.random.default_rng([seed, round_index, int(purpose)])
+
+
+def draw_cohort(
+    spec: FleetSpec,
+    *,
+    seed: int,
+    round_index: int,
+    samples: npt.ArrayLike | None = None,
+    profiles: Mapping[str, Profile] | None = None,
+) -> Cohort:
+    """The cohort of a round; `samples` are the real counts of the whole fleet, once known."""
+    chosen = generator(seed, round_index, Purpose.COHORT).permutation(spec.devices)[: spec.cohort]
+    index = np.sort(chosen).astype(np.intp)
+    distance = draw_distance_m(spec, seed=seed, round_index=round_index)
+    hardware = draw_hardware(spec, seed=seed, profiles=profiles or {})
+    fleet = make_devices(
+        **hardware,
+        samples=draw_samples(spec, seed=seed) if samples is None else samples,
+        rate_bps=channel_rate_bps(spec, distance, hardware["power_w"], sharers=len(index)),
+        latency_s=spec.latency_s,
+        energy_j=_uniform(
+            generator(seed, round_index, Purpose.BUDGET),
+            (spec.energy_min_j, spec.energy_max_j),
+            spec.devices,
+        ),
+    )
+    return Cohort(index, distance[index], fleet.take(index))
+
+
+def draw_distance_m(spec: FleetSpec, *, seed: int, round_index: int) -> FloatArray:
+    """Distance of every device from the base station, redrawn each round."""
+    share = generator(seed, round_index, Purpose.POSITION).random(spec.devices)
+    if spec.distance_mean_m is None:
+        distance = spec.radius_m * np.sqrt(share)  # uniform over the disk
+    else:
+        low, high = _around(spec.distance_mean_m, spec.distance_std_m)
+        distance = low + (high - low) * share
+    return np.maximum(distance, NEAREST_M)
+
+
+def draw_hardware(
+    spec: FleetSpec, *, seed: int, profiles: Mapping[str, Profile]
+) -> dict[str, FloatArray]:
+    """What never changes: clock range, FLOPs per cycle, ε and radio power of every device.
+
+    With `spec.profiles` the fleet consists of those real devices in turn; else ε is drawn.
+    """
+    names = (
+        "flops_per_cycle",
+        "frequency_min_hz",
+        "frequency_max_hz",
+        "power_w",
+        "energy_coefficient",
+    )
+    if spec.profiles:
+        kinds = [
+            _known(spec.profiles[i % len(spec.profiles)], profiles) for i in range(spec.devices)
+        ]
+        return {name: np.array([getattr(kind, name) for kind in kinds]) for name in names}
+    low, high = spec.energy_coefficient_min, spec.energy_coefficient_max
+    if spec.energy_coefficient_std is not None:
+        low, high = _around((low + high) / 2, spec.energy_coefficient_std)
+    epsilon = _uniform(generator(seed, 0, Purpose.HARDWARE), (low, high), spec.devices)
+    constants = {name: np.full(spec.devices, getattr(spec, name)) for name in names[:4]}
+    return {**constants, "energy_coefficient": epsilon}
+
+
+def draw_samples(spec: FleetSpec, *, seed: int, classes: int = 10) -> FloatArray:
+    """Sample count of every device: equal, or as a Dirichlet split of every class leaves them."""
+    if spec.samples_concentration is None:
+        return np.full(spec.devices, spec.samples)
+    concentration = np.full(spec.devices, spec.samples_concentration)
+    shares = generator(seed, 0, Purpose.SAMPLES).dirichlet(concentration, classes)
+    counts: FloatArray = np.round(spec.samples * spec.devices * shares.mean(axis=0))
+    return np.maximum(counts, 1.0)
+
+
+def place_device(
+    profile: Profile,
+    spec: FleetSpec,
+    *,
+    distance_m: npt.ArrayLike,
+    latency_s: npt.ArrayLike,
+    energy_j: npt.ArrayLike,
+) -> Devices:
+    """One real device in the radio cell of a fleet, with its budgets."""
+    if not np.all(POSITIVE.contains(distance_m)):
+        raise ConfigError([f"distance_m: given {distance_m!r}, allowed {POSITIVE}"])
+    return make_devices(
+        samples=spec.samples,
+        flops_per_cycle=profile.flops_per_cycle,
+        energy_coefficient=profile.energy_coefficient,
+        frequency_min_hz=profile.frequency_min_hz,
+        frequency_max_hz=profile.frequency_max_hz,
+        rate_bps=channel_rate_bps(spec, distance_m, profile.power_w, sharers=spec.cohort),
+        power_w=profile.power_w,
+        latency_s=latency_s,
+        energy_j=energy_j,
+    )
+
+
+def channel_rate_bps(
+    spec: FleetSpec, distance_m: npt.ArrayLike, power_w: npt.ArrayLike, *, sharers: int
+) -> FloatArray:
+    """Uplink rate at a distance, when that many devices are in the round."""
+    gain = cost.path_gain(
+        distance_m, path_loss_1km_db=spec.path_loss_1km_db, exponent=spec.path_loss_exponent
+    )
+    bandwidth = spec.bandwidth_hz / (sharers if spec.bandwidth_shared else 1)
+    return cost.uplink_rate_bps(bandwidth, power_w, gain, noise_dbm_per_hz=spec.noise_dbm_per_hz)
+
+
+def _uniform(rng: np.random.Generator, ends: tuple[float, float], count: int) -> FloatArray:
+    return ends[0] + (ends[1] - ends[0]) * rng.random(count)
+
+
+def _around(mean: float, std: float) -> tuple[float, float]:
+    """The ends of the uniform distribution with this mean and standard deviation."""
+    half = math.sqrt(3.0) * std
+    return mean - half, mean + half
+
+
+def _known(name: str, profiles: Mapping[str, Profile]) -> Profile:
+    if name not in profiles:
+        known = ", ".join(sorted(profiles)) or "none loaded"
+        raise UnknownName(f"no device profile {name!r}; there are {known}")
+    return profiles[name]

@@ -1,0 +1,379 @@
+"""The best strategy each device can afford: (P3) solved exactly (Sec. IV-D).
+
+Per device, with C = τ|D|W cycles, k = S/r seconds per unit of αβ and upload time t = αβk:
+
+    max α⁴β = α³·t/k   subject to   C·α/f + t <= T,   ε·f²·C·α + P·t <= E,
+                                    α^min <= α <= 1,  β^min <= β <= β^max,  f^min <= f <= f^max
+
+Why it is unimodal: in log α, log t, log f the objective is linear, the budgets are sums of
+exponentials of linear terms and the caps are linear. It is a geometric program, so the feasible
+set is convex, and the best gain as a function of any one variable alone (the others at their best)
+is log-concave. Without a cap its maximum is therefore the only stationary point, and with a cap it
+is that point moved into the interval the cap leaves.
+
+How it is solved, without iteration over α:
+
+1. Without caps both budgets are spent. With e = E/(P·T), the upload takes the share
+   y = 2e / (2 + 3e + √(9e² − 4e + 4)) of T (the paper's 1 − φ^{s1}, free of cancellation) and
+   f³ = P(e − y) / (ε(1 − y)). This f, moved into [f^min, f^max], is the best f; at that f the best
+   α is 3Tf/(4C) (latency binds), 3E/(4εf²C) (energy binds) or where the two budgets meet.
+2. β = β^max binds for every α below the largest α that affords it, and β >= β^min holds up to the
+   largest α that affords it. At a fixed β that largest α is where both budgets are spent, again
+   with f moved into its interval; f is the one positive root of a cubic without square term.
+3. α* is the α of step 1 moved between those two and into [α^min, 1]; f for that α is the root of
+   another such cubic. Where the caps leave slack, the slowest clock in time saves the most energy.
+
+Deviations: Lemma 3 (both budgets always spent) holds only while no cap binds; slack is reported.
+`closed_form` is the paper's own solution, with the sign of φ^{s2} corrected, for comparison.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+
+import numpy as np
+import numpy.typing as npt
+
+from anycostfl import cost
+from anycostfl.types import (
+    Binds,
+    Devices,
+    FloatArray,
+    InfeasibleBudget,
+    Limits,
+    Reason,
+    Strategies,
+    Workload,
+)
+
+BLOCK = 8192  # devices solved together, so that every array stays in the processor's cache
+NEWTON_STEPS = 6  # from at most 1.46 times the root, quadratic convergence needs no more
+TOUCHES = 1e-9  # relative distance at which a constraint counts as binding
+ROUNDING = 1e-12  # relative; a budget equal to the least affordable one is affordable
+
+
+@dataclass(frozen=True, slots=True)
+class _Problem:
+    """The constants of (P3), one array each."""
+
+    cycles: FloatArray
+    epsilon: FloatArray
+    power: FloatArray
+    latency: FloatArray
+    energy: FloatArray
+    upload: FloatArray  # S/r: seconds to send the whole uncompressed update
+    frequency_min: FloatArray
+    frequency_max: FloatArray
+
+
+def plan_strategies(devices: Devices, workload: Workload, limits: Limits) -> Strategies:
+    """The strategy of largest gain α⁴β for every device, within its budgets and all caps."""
+    blocks = [
+        _plan_block(devices.take(slice(start, start + BLOCK)), workload, limits)
+        for start in range(0, max(len(devices), 1), BLOCK)
+    ]
+    return Strategies(
+        *(np.concatenate([getattr(b, item.name) for b in blocks]) for item in fields(Strategies))
+    )
+
+
+def require_feasible(strategies: Strategies, devices: Devices) -> None:
+    """Raise InfeasibleBudget for the first device that has to sit out."""
+    if np.all(strategies.feasible):
+        return
+    i = int(np.argmin(strategies.feasible))
+    raise InfeasibleBudget(
+        f"device {i} cannot afford the smallest strategy with {devices.latency_s[i]:.4g} s and "
+        f"{devices.energy_j[i]:.4g} J ({Reason(int(strategies.reason[i]))}); "
+        f"it needs {needed_budgets(strategies, devices, i)}"
+    )
+
+
+def needed_budgets(strategies: Strategies, devices: Devices, i: int) -> str:
+    """In words: the least latency for a device with its energy budget, or the other way round."""
+    joules = max(float(devices.energy_j[i]), float(strategies.energy_floor_j[i]))
+    seconds = max(float(devices.latency_s[i]), float(strategies.latency_floor_s[i]))
+    slower = f"{strategies.least_latency_s[i]:.4g} s with {joules:.4g} J"
+    return f"{slower}, or {seconds:.4g} s with {strategies.least_energy_j[i]:.4g} J"
+
+
+def closed_form(
+    devices: Devices, workload: Workload, limits: Limits, *, clipped: bool = False
+) -> Strategies:
+    """The paper's solution of (P4), for comparison; it may leave the box and the budgets.
+
+    `feasible` says where it does not. With `clipped` it is moved back: α, β and f into their
+    intervals, then β and at last α reduced at that f until both budgets hold.
+    """
+    problem = _pose(devices, workload)
+    phi = _best_split(problem, limits)
+    time, share = phi * problem.latency, (1.0 - phi) * problem.latency
+    joules = np.maximum(problem.energy - share * problem.power, 0.0)
+    alpha = np.cbrt(time**2 * joules / (problem.epsilon * problem.cycles**3))
+    works = (alpha > 0) & (share >= 0)
+    alpha = np.where(works, alpha, limits.alpha_min)
+    chosen = alpha, share / (alpha * problem.upload), alpha * problem.cycles / time
+    if clipped:
+        chosen = _move_into_box(problem, limits, chosen)
+        works = np.ones_like(works)
+    feasible = works & _meets_all(devices, workload, limits, chosen)
+    return _describe(
+        devices,
+        workload,
+        limits,
+        chosen,
+        shown=feasible if clipped else works,
+        feasible=feasible,
+    )
+
+
+def _best_split(p: _Problem, limits: Limits) -> FloatArray:
+    """φ*: the best of the stationary points and the ends of [φ^min, φ^max], as printed."""
+    e = p.energy / (p.power * p.latency)
+    root = np.sqrt((9.0 * e - 4.0) * e + 4.0)
+    low = np.maximum(
+        limits.alpha_min * p.cycles / (p.frequency_max * p.latency),
+        1.0 - limits.beta_max * p.upload / p.latency,
+    )
+    high = np.minimum(
+        p.cycles / (p.frequency_min * p.latency),
+        1.0 - limits.alpha_min * limits.beta_min * p.upload / p.latency,
+    )
+    first = 0.75 + (1.0 - e) / (2.0 * (root + 3.0 * e))  # φ^{s1} without cancellation
+    candidates = np.stack([low, high, first, 0.75 - (root + 3.0 * e) / 8.0])
+    inside = (candidates >= low) & (candidates <= high)
+    gain = (e - 1.0 + candidates) * (candidates**2 - candidates**3)
+    best = np.argmax(np.where(inside, gain, -np.inf), axis=0)
+    phi = np.take_along_axis(candidates, best[None], axis=0)[0]
+    # Where φ^min > φ^max the paper has no answer; the nearest to its optimum stands in.
+    return np.where(inside.any(axis=0), phi, np.minimum(np.maximum(first, low), high))
+
+
+def _move_into_box(
+    p: _Problem, limits: Limits, chosen: tuple[FloatArray, FloatArray, FloatArray]
+) -> tuple[FloatArray, FloatArray, FloatArray]:
+    alpha, beta, f = chosen
+    alpha, f = np.clip(alpha, limits.alpha_min, 1.0), _clip_frequency(p, f)
+    heat = p.epsilon * f * f * p.cycles
+    least = limits.beta_min * p.upload
+    most = np.minimum(p.latency / (p.cycles / f + least), p.energy / (heat + p.power * least))
+    alpha = np.maximum(np.minimum(alpha, most), limits.alpha_min)
+    left = np.minimum(p.latency - p.cycles * alpha / f, (p.energy - heat * alpha) / p.power)
+    beta = np.minimum(beta, left / (alpha * p.upload))
+    return alpha, np.clip(beta, limits.beta_min, limits.beta_max), f
+
+
+def _meets_all(
+    devices: Devices,
+    workload: Workload,
+    limits: Limits,
+    chosen: tuple[FloatArray, FloatArray, FloatArray],
+) -> npt.NDArray[np.bool_]:
+    """Whether a strategy keeps every constraint of (P1), to rounding."""
+    alpha, beta, frequency = chosen
+    latency, energy = cost.round_cost(devices, workload, alpha, beta, frequency)
+    near, over = 1.0 - TOUCHES, 1.0 + TOUCHES
+    inside: npt.NDArray[np.bool_] = (
+        (latency <= devices.latency_s * over)
+        & (energy <= devices.energy_j * over)
+        & (alpha >= limits.alpha_min * near)
+        & (alpha <= over)
+        & (beta >= limits.beta_min * near)
+        & (beta <= limits.beta_max * over)
+        & (frequency >= devices.frequency_min_hz * near)
+        & (frequency <= devices.frequency_max_hz * over)
+    )
+    return inside
+
+
+def _plan_block(devices: Devices, workload: Workload, limits: Limits) -> Strategies:
+    problem = _pose(devices, workload)
+    alpha_most = _largest_alpha(problem, limits.beta_min)
+    alpha_rich = _largest_alpha(problem, limits.beta_max)
+    alpha = np.minimum(np.maximum(_free_alpha(problem), alpha_rich), np.minimum(alpha_most, 1.0))
+    alpha = np.maximum(alpha, limits.alpha_min)
+    feasible = alpha_most >= limits.alpha_min * (1.0 - ROUNDING)
+    beta, frequency = _spend(problem, limits, alpha, capped=alpha <= alpha_rich)
+    return _describe(
+        devices, workload, limits, (alpha, beta, frequency), shown=feasible, feasible=feasible
+    )
+
+
+def _pose(devices: Devices, workload: Workload) -> _Problem:
+    return _Problem(
+        cycles=cost.compute_cycles(devices, workload),
+        epsilon=devices.energy_coefficient,
+        power=devices.power_w,
+        latency=devices.latency_s,
+        energy=devices.energy_j,
+        upload=workload.size_bits / devices.rate_bps,
+        frequency_min=devices.frequency_min_hz,
+        frequency_max=devices.frequency_max_hz,
+    )
+
+
+def _upload_share(e: FloatArray) -> FloatArray:
+    """1 − φ^{s1} for e = E/(P·T)."""
+    share: FloatArray = 2.0 * e / (2.0 + 3.0 * e + np.sqrt((9.0 * e - 4.0) * e + 4.0))
+    return share
+
+
+def _free_alpha(p: _Problem) -> FloatArray:
+    """The best α when neither α nor β is capped (step 1)."""
+    e = p.energy / (p.power * p.latency)
+    y = _upload_share(e)
+    f = _clip_frequency(p, np.cbrt(p.power * (e - y) / (p.epsilon * (1.0 - y))))
+    by_latency = 0.75 * p.latency * f / p.cycles
+    by_energy = 0.75 * p.energy / (p.epsilon * f * f * p.cycles)
+    # Upload time left by the latency budget minus that left by the energy budget: linear in α.
+    at_zero = p.latency * (1.0 - e)
+    slope = p.cycles * (1.0 / f - p.epsilon * f * f / p.power)
+    gap_latency = np.maximum(at_zero - slope * by_latency, 0.0)
+    gap_energy = np.maximum(slope * by_energy - at_zero, 0.0)
+    # gap_latency = 0: latency alone binds at its optimum; gap_energy = 0: energy does.
+    width = gap_latency + gap_energy
+    meeting = gap_latency * by_energy + gap_energy * by_latency
+    alpha: FloatArray = np.divide(meeting, width, out=by_latency, where=width > 0)
+    return alpha
+
+
+def _largest_alpha(p: _Problem, beta: float) -> FloatArray:
+    """The largest α for which this β is affordable at some clock (step 2)."""
+    upload = beta * p.upload
+    linear = (p.power - p.energy / p.latency) * upload / (p.epsilon * p.cycles)
+    f = _clip_frequency(p, _positive_root(linear, p.energy / (p.latency * p.epsilon)))
+    by_latency = p.latency / (p.cycles / f + upload)
+    by_energy = p.energy / (p.epsilon * f * f * p.cycles + p.power * upload)
+    return np.minimum(by_latency, by_energy)
+
+
+def _spend(
+    p: _Problem, limits: Limits, alpha: FloatArray, *, capped: npt.NDArray[np.bool_]
+) -> tuple[FloatArray, FloatArray]:
+    """β and f for a given α (step 3); `capped` says where α affords β^max."""
+    work = p.cycles * alpha
+    linear = (p.power * p.latency - p.energy) / (p.epsilon * work)
+    meeting = _positive_root(linear, p.power / p.epsilon)
+    fastest = _clip_frequency(p, meeting)
+    in_time = p.latency - work / fastest
+    in_energy = (p.energy - p.epsilon * fastest * fastest * work) / p.power
+    # Where the budgets meet both are equal; the smaller budget loses fewer digits.
+    both = np.where(linear > 0, in_energy, in_time)
+    left = np.where(fastest == meeting, both, np.minimum(in_time, in_energy))
+    beta = np.where(capped, limits.beta_max, left / (alpha * p.upload))
+    beta = np.minimum(np.maximum(beta, limits.beta_min), limits.beta_max)
+    slowest = work / np.maximum(p.latency - alpha * beta * p.upload, work / p.frequency_max)
+    frequency = np.where(capped, np.minimum(_clip_frequency(p, slowest), fastest), fastest)
+    return beta, frequency
+
+
+def _clip_frequency(p: _Problem, frequency: FloatArray) -> FloatArray:
+    return np.minimum(np.maximum(frequency, p.frequency_min), p.frequency_max)
+
+
+def _positive_root(linear: FloatArray, constant: FloatArray) -> FloatArray:
+    """The positive root of x³ + linear·x = constant > 0, which is unique by Descartes' rule.
+
+    The cubic is convex for x > 0, so Newton's method falls monotonically from any start above.
+    """
+    cube = np.cbrt(constant)
+    square = np.sqrt(np.abs(linear))
+    rising = constant / np.maximum(linear, cube * cube)
+    falling = np.minimum(cube + square, np.maximum(1.26 * cube, 1.4143 * square))
+    x = np.where(linear > 0, rising, falling)
+    for _ in range(NEWTON_STEPS):
+        xx = x * x
+        x = (2.0 * xx * x + constant) / (3.0 * xx + linear)
+    root: FloatArray = x
+    return root
+
+
+def _describe(
+    devices: Devices,
+    workload: Workload,
+    limits: Limits,
+    chosen: tuple[FloatArray, FloatArray, FloatArray],
+    *,
+    shown: npt.NDArray[np.bool_],
+    feasible: npt.NDArray[np.bool_],
+) -> Strategies:
+    """What the chosen (α, β, f) cost and gain, and what binds; zeros where not shown."""
+    alpha, beta, frequency = (np.where(shown, part, 0.0) for part in chosen)
+    safe = np.where(shown, frequency, devices.frequency_max_hz)
+    latency, energy = cost.round_cost(devices, workload, alpha, beta, safe)
+    return Strategies(
+        alpha=alpha,
+        beta=beta,
+        frequency_hz=frequency,
+        gain=(alpha * alpha) ** 2 * beta,
+        latency_s=latency,
+        energy_j=energy,
+        latency_slack_s=np.where(shown, devices.latency_s - latency, 0.0),
+        energy_slack_j=np.where(shown, devices.energy_j - energy, 0.0),
+        feasible=feasible,
+        reason=np.where(feasible, 0, _reasons(devices, workload, limits)).astype(np.uint8),
+        binds=_binding(devices, limits, (alpha, beta, frequency), (latency, energy), feasible),
+        **_least_budgets(devices, workload, limits),
+    )
+
+
+def _binding(
+    devices: Devices,
+    limits: Limits,
+    chosen: tuple[FloatArray, FloatArray, FloatArray],
+    spent: tuple[FloatArray, FloatArray],
+    feasible: npt.NDArray[np.bool_],
+) -> npt.NDArray[np.uint8]:
+    alpha, beta, frequency = chosen
+    near, over = 1.0 - TOUCHES, 1.0 + TOUCHES
+    touching = {
+        Binds.LATENCY: spent[0] >= devices.latency_s * near,
+        Binds.ENERGY: spent[1] >= devices.energy_j * near,
+        Binds.ALPHA_MIN: alpha <= limits.alpha_min * over,
+        Binds.ALPHA_MAX: alpha >= near,
+        Binds.BETA_MIN: beta <= limits.beta_min * over,
+        Binds.BETA_MAX: beta >= limits.beta_max * near,
+        Binds.FREQUENCY_MIN: frequency <= devices.frequency_min_hz * over,
+        Binds.FREQUENCY_MAX: frequency >= devices.frequency_max_hz * near,
+    }
+    flags = np.zeros(len(devices), np.uint8)
+    for flag, holds in touching.items():
+        flags |= np.multiply(holds & feasible, np.uint8(flag), dtype=np.uint8)
+    return flags
+
+
+def _smallest(
+    devices: Devices, workload: Workload, limits: Limits
+) -> tuple[FloatArray, FloatArray]:
+    """Cycles and upload time of the strategy (α^min, β^min)."""
+    cycles = cost.compute_cycles(devices, workload) * limits.alpha_min
+    return cycles, limits.alpha_min * limits.beta_min * workload.size_bits / devices.rate_bps
+
+
+def _reasons(devices: Devices, workload: Workload, limits: Limits) -> npt.NDArray[np.uint8]:
+    """Why the smallest strategy breaks a budget, for a device where it does."""
+    cycles, upload = _smallest(devices, workload, limits)
+    radio = (upload > devices.latency_s) | (upload * devices.power_w > devices.energy_j)
+    slow = cycles / devices.frequency_max_hz + upload > devices.latency_s
+    least = devices.energy_coefficient * devices.frequency_min_hz**2 * cycles
+    hungry = least + upload * devices.power_w > devices.energy_j
+    reason = np.where(slow, Reason.LATENCY, np.where(hungry, Reason.ENERGY, Reason.BOTH))
+    return np.where(radio, Reason.RADIO, reason).astype(np.uint8)
+
+
+def _least_budgets(devices: Devices, workload: Workload, limits: Limits) -> dict[str, FloatArray]:
+    """The least latency at the given energy, the least energy at the given latency, the floors."""
+    cycles, upload = _smallest(devices, workload, limits)
+    sending = upload * devices.power_w
+    heat = devices.energy_coefficient * cycles
+    affordable = np.sqrt(np.maximum(devices.energy_j - sending, 0.0) / heat)
+    fast = np.minimum(np.maximum(affordable, devices.frequency_min_hz), devices.frequency_max_hz)
+    quickest = cycles / devices.frequency_max_hz
+    in_time = cycles / np.maximum(devices.latency_s - upload, quickest)
+    slow = np.maximum(in_time, devices.frequency_min_hz)
+    return {
+        "least_latency_s": cycles / fast + upload,
+        "least_energy_j": heat * slow * slow + sending,
+        "latency_floor_s": quickest + upload,
+        "energy_floor_j": heat * devices.frequency_min_hz**2 + sending,
+    }

@@ -1,0 +1,156 @@
+"""Every file that ships is valid, and a bad one says all that is wrong with it at once."""
+
+import tomllib
+from importlib import resources
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from anycostfl import config, models
+from anycostfl.types import ConfigError, Limits, Profile, UnknownName, Workload, make_devices
+
+PAPER = {"cifar10-iid", "cifar10-noniid", "fmnist-iid", "fmnist-noniid"}
+BOARDS = {
+    "jetson-agx-xavier",
+    "jetson-nano",
+    "jetson-xavier-nx",
+    "phone-midrange",
+    "raspberry-pi-4",
+    "raspberry-pi-5",
+}
+
+
+def test_the_papers_presets_and_the_boards_are_there() -> None:
+    assert set(config.preset_names()) >= PAPER
+    assert set(config.profile_names()) >= BOARDS
+
+
+@pytest.mark.parametrize("name", config.preset_names())
+def test_preset_has_the_size_of_its_model(name: str) -> None:
+    settings = config.load_preset(name)
+    network = models.load(settings.model.name).build()
+    bits = 32 * sum(p.numel() for p in network.parameters())
+    assert settings.workload.size_bits == bits
+
+
+@pytest.mark.parametrize("name", config.profile_names())
+def test_profile_cites_sources_and_marks_guesses(name: str) -> None:
+    profile = config.load_profile(name)
+    assert profile.sources
+    assert profile.guess
+    full_load_w = profile.energy_coefficient * profile.frequency_max_hz**3
+    assert 1.0 < full_load_w < 50.0  # ε·f³ is the dynamic power
+
+
+def test_all_problems_of_a_file_are_reported_at_once(tmp_path: Path) -> None:
+    good = resources.files("anycostfl").joinpath("presets", "fmnist-iid.toml").read_text("utf-8")
+    bad = (
+        good.replace("radius_m = 550.0", "radiu_m = 550.0")
+        .replace("bandwidth_hz = 1e6", "bandwidth_hz = 0")
+        .replace("latency_s = 5.0", "latency_s = -1.0")
+        .replace("energy_max_j = 4.5", "energy_max_j = nan")
+        .replace("alpha_min = 0.25", "alpha_min = 1.5")
+        .replace("cohort = 15", 'cohort = "fifteen"')
+        .replace('partition = "iid"', 'partition = "shards"')
+        .replace('name = "cnn"', 'name = "resnet9000"')
+    )
+    file = tmp_path / "mine.toml"
+    file.write_text(bad + "\n[extra]\nx = 1\n", "utf-8")
+    with pytest.raises(ConfigError) as caught:
+        config.load_preset(str(file))
+    told = "\n".join(caught.value.problems)
+    for expected in (
+        "fleet.radiu_m: unknown key, did you mean radius_m?",
+        "fleet.radius_m: missing, allowed a number",
+        "fleet.bandwidth_hz: given 0, allowed a finite number > 0",
+        "fleet.latency_s: given -1, allowed a finite number > 0",
+        "fleet.energy_max_j: given nan, allowed a finite number > 0",
+        "limits.alpha_min: given 1.5, allowed a number in (0, 1]",
+        "fleet.cohort: given 'fifteen' (str), allowed a whole number",
+        "data.partition: given 'shards', allowed iid, dirichlet",
+        "model.name: given 'resnet9000', allowed cnn",
+        "extra: unknown key",
+    ):
+        assert expected in told
+    assert len(caught.value.problems) == 10
+    assert str(file) in str(caught.value)
+
+
+def test_overrides_are_toml_values_and_bare_words() -> None:
+    changes = ["fleet.cohort=20", "run.method=fedavg", 'fleet.profiles=["jetson-nano"]']
+    settings = config.load_preset("fmnist-iid", changes)
+    assert settings.fleet.cohort == 20
+    assert settings.run.method == "fedavg"
+    assert settings.fleet.profiles == ("jetson-nano",)
+
+
+@pytest.mark.parametrize(
+    ("change", "told"),
+    [
+        ("nonsense", "section.key=value"),
+        ("fleet.cohrt=3", "did you mean cohort"),
+        ("fleet.cohort=61", "at most devices (60)"),
+        ("fleet.bandwidth_shared=1", "true or false"),
+        ("summary.x=1", "not a section"),
+        ("fleet=3", "a section"),
+        ("fleet.profiles=3", "a list of strings"),
+        ("fleet.distance_mean_m=far", "given 'far' (str), allowed a number"),
+        ("fleet.distance_std_m=500", "beside a mean"),
+    ],
+)
+def test_bad_override_says_what_is_allowed(change: str, told: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        config.load_preset("fmnist-iid", [change])
+    assert told in str(caught.value)
+
+
+def test_unknown_names_list_the_known_ones() -> None:
+    with pytest.raises(UnknownName, match="did you mean 'fmnist-iid'"):
+        config.load_preset("fmnist")
+    with pytest.raises(UnknownName, match="jetson-nano, jetson-xavier-nx"):
+        config.load_profile("toaster")
+
+
+def test_a_file_that_is_not_toml_is_a_config_error(tmp_path: Path) -> None:
+    file = tmp_path / "broken.toml"
+    file.write_text("a = = 1", "utf-8")
+    with pytest.raises(ConfigError, match="not a TOML file"):
+        config.load_profile(str(file))
+
+
+def test_profile_refuses_unknown_keys_and_guesses_of_nothing() -> None:
+    text = resources.files("anycostfl").joinpath("profiles", "jetson-nano.toml").read_text("utf-8")
+    table = tomllib.loads(text) | {"colour": "green", "guess": ["weight"]}
+    with pytest.raises(ConfigError) as caught:
+        config.read_table(Profile, table)
+    assert len(caught.value.problems) == 2
+
+
+def test_values_built_in_code_are_checked_too() -> None:
+    with pytest.raises(ConfigError, match="at most beta_max"):
+        Limits(beta_min=0.5, beta_max=0.1)
+    with pytest.raises(ConfigError) as caught:
+        Workload(flops_per_sample=-1.0, size_bits=float("inf"), epochs=0)
+    assert len(caught.value.problems) == 3
+
+
+def test_every_bad_quantity_of_many_devices_is_named_with_its_device() -> None:
+    with pytest.raises(ConfigError) as caught:
+        make_devices(
+            samples=[10, 10, 10],
+            flops_per_cycle=4,
+            energy_coefficient=1e-26,
+            frequency_min_hz=[1e8, 3e9, 1e8],
+            frequency_max_hz=2e9,
+            rate_bps=[1e6, 1e6, 0.0],
+            power_w=0.1,
+            latency_s=[5.0, -1.0, 5.0],
+            energy_j=[np.nan, 1.0, 1.0],
+        )
+    told = caught.value.problems
+    assert len(told) == 4
+    assert "frequency_min_hz: given 3e+09 for device 1, allowed at most frequency_max_hz" in told[0]
+    assert "rate_bps: given 0 for device 2" in told[1]
+    assert "latency_s: given -1 for device 1" in told[2]
+    assert "energy_j: given nan for device 0" in told[3]

@@ -1,0 +1,122 @@
+"""The bounds and rates of Sec. IV, at their known points and by their own inequalities."""
+
+import math
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from anycostfl import theory
+from anycostfl.aggregate import optimal_weights
+from anycostfl.types import ConfigError
+
+share = st.floats(0.0, 1.0)
+
+
+def test_bound_at_its_corners() -> None:
+    assert theory.local_divergence_bound(1.0, 1.0) == 0.0
+    assert theory.local_divergence_bound(0.5, 0.0) == 1.0
+    assert theory.local_divergence_bound(0.5, 0.25, update_norm_squared=4.0) == pytest.approx(
+        4 * (1 - 0.75 * 0.5) ** 2
+    )
+
+
+@given(alpha=st.floats(0.01, 0.99), beta=st.floats(0.0001, 1.0))
+def test_last_step_of_lemma_1_holds_exactly_up_to_its_limit(alpha: float, beta: float) -> None:
+    d, s = 1 - alpha, math.sqrt(beta)
+    before = d**3 + (1 - s) ** 2 * (1 - d**3)
+    after = float(theory.local_divergence_bound(alpha, beta))
+    limit = 2 / (3 - alpha)
+    if s < limit * (1 - 1e-6):
+        assert before <= after + 1e-12
+    elif s > limit * (1 + 1e-6):
+        assert before >= after - 1e-12
+
+
+def uniform_divergence(alpha: float, beta: float) -> float:
+    """Shrink, sparsify and quantize |u| ~ U(0, 1) as Appendix A does; ‖u − ũ‖² / ‖u‖²."""
+    rng = np.random.default_rng(0)
+    magnitude = np.sort(rng.uniform(0.0, 1.0, 200_000))
+    kept = magnitude[int((1 - alpha) * magnitude.size) :]
+    cut = int((1 - math.sqrt(beta)) * kept.size)
+    levels = 2 ** (32 * math.sqrt(beta))
+    low, high = kept[cut], kept[-1]
+    steps = (kept[cut:] - low) / (high - low) * levels
+    rounded = np.floor(steps + rng.random(steps.size)) / levels * (high - low) + low
+    lost = (magnitude**2).sum() - (kept[cut:] ** 2).sum() + ((kept[cut:] - rounded) ** 2).sum()
+    return float(lost / (magnitude**2).sum())
+
+
+@pytest.mark.parametrize("beta", [0.01, 1 / 15, 0.3])
+@pytest.mark.parametrize(
+    ("alpha", "holds"), [(0.25, False), (0.5, False), (0.75, True), (1.0, True)]
+)
+def test_lemma_1_on_the_uniform_update_it_assumes_holds_only_for_wide_sub_models(
+    alpha: float, beta: float, holds: bool
+) -> None:
+    measured = uniform_divergence(alpha, beta)
+    assert measured == pytest.approx((1 - alpha * math.sqrt(beta)) ** 3, rel=0.02)
+    assert (measured <= float(theory.local_divergence_bound(alpha, beta))) is holds
+    # what Theorem 2 needs of it survives for every width
+    assert measured <= 1 - float(theory.learning_gain(alpha, beta))
+
+
+@given(weights=st.lists(st.floats(0.01, 1.0), min_size=3, max_size=3))
+def test_optimal_weights_minimise_lemma_2(weights: list[float]) -> None:
+    alpha, beta = np.array([0.3, 0.7, 1.0]), np.array([0.01, 0.05, 0.066])
+    best = theory.global_divergence_bound(optimal_weights(alpha, beta), alpha, beta)
+    other = np.array(weights) / sum(weights)
+    assert theory.global_divergence_bound(other, alpha, beta) >= best * (1 - 1e-12)
+
+
+def test_global_bound_by_hand() -> None:
+    # two equal devices, ratio 1 − 0.75·0.5 = 0.625: 2 · 3 · 2 · (2 · 0.25 · 0.625²)
+    bound = theory.global_divergence_bound(
+        [0.5, 0.5], [0.5, 0.5], [0.25, 0.25], dissimilarity=3.0, step_norm_squared=2.0
+    )
+    assert bound == pytest.approx(12 * 0.5 * 0.625**2)
+
+
+@given(alpha=share, beta=share)
+def test_gain_is_a_share_and_step_c_of_theorem_2_holds(alpha: float, beta: float) -> None:
+    gain = float(theory.learning_gain(alpha, beta))
+    assert 0.0 <= gain <= 1.0
+    assert float(theory.local_divergence_bound(alpha, beta)) <= 1.0 - gain + 1e-12
+
+
+def test_factor_and_rounds_by_hand() -> None:
+    factor = theory.convergence_factor(1.0, strong_convexity=0.5, lipschitz=1.0)
+    assert factor == 0.5
+    assert theory.rounds_to(1.0, factor=factor, start=8.0) == 4.0  # 8 → 4 → 2 → 1
+    assert theory.rounds_to(9.0, factor=factor, start=8.0) == 1.0
+    assert theory.rounds_to(1.0, factor=-0.1, start=8.0) == 2.0
+
+
+def test_no_promise_without_gain() -> None:
+    factor = theory.convergence_factor(0.0, strong_convexity=0.1, lipschitz=1.0)
+    assert theory.rounds_to(0.1, factor=factor, start=1.0) == math.inf
+
+
+@given(low=share, high=share)
+def test_more_gain_never_needs_more_rounds(low: float, high: float) -> None:
+    low, high = sorted((low, high))
+    need = [
+        theory.rounds_to(
+            1e-3,
+            factor=theory.convergence_factor(gain, strong_convexity=0.2, lipschitz=1.0),
+            start=1.0,
+        )
+        for gain in (low, high)
+    ]
+    assert need[1] <= need[0]
+
+
+def test_bad_values_are_all_named() -> None:
+    with pytest.raises(ConfigError) as caught:
+        theory.divergence_ratio(1.5, float("nan"))
+    assert len(caught.value.problems) == 2
+    with pytest.raises(ConfigError, match="0 < ν <= λ"):
+        theory.convergence_factor(0.5, strong_convexity=2.0, lipschitz=1.0)
+    with pytest.raises(ConfigError, match="numbers > 0"):
+        theory.rounds_to(0.0, factor=0.5, start=1.0)
