@@ -223,14 +223,23 @@ def take(tensor: Tensor, region: Region) -> Tensor:
 
 def put(target: Tensor, region: Region, values: Tensor) -> None:
     """Write values into the region of a target, in place."""
+    target[_mesh(region)] = values
+
+
+def add(target: Tensor, region: Region, values: Tensor, factor: float) -> None:
+    """Add values times a factor to the region of a target, in place."""
     if all(isinstance(span, slice) for span in region):
-        target[region] = values
-        return
+        take(target, region).add_(values, alpha=factor)
+    else:
+        target.index_put_(_mesh(region), values.to(target) * factor, accumulate=True)  # type: ignore[arg-type]
+
+
+def _mesh(region: Region) -> Region:
+    """The region as something to index with: slices, or indices that broadcast to a grid."""
+    if all(isinstance(span, slice) for span in region):
+        return region
     rank = len(region)
-    mesh = tuple(
-        (torch.arange(span.stop) if isinstance(span, slice) else span).view(
-            [-1 if d == dim else 1 for d in range(rank)]
-        )
-        for dim, span in enumerate(region)
+    spans = [torch.arange(s.stop) if isinstance(s, slice) else s for s in region]
+    return tuple(
+        span.view([-1 if d == dim else 1 for d in range(rank)]) for dim, span in enumerate(spans)
     )
-    target[mesh] = values

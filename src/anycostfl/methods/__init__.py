@@ -1,0 +1,64 @@
+"""Federated methods, one file each: `methods/NAME.py` ends with a constant `METHOD`.
+
+A method is five functions. The simulator and the Flower adapter call them in the same order; what a
+device remembers between rounds is passed in and returned, never hidden.
+"""
+
+from __future__ import annotations
+
+import importlib
+import pkgutil
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from torch import Tensor
+
+from anycostfl.types import Devices, FloatArray, Limits, Strategies, UnknownName, Update, Workload
+
+State = Mapping[str, Tensor]
+Shapes = Mapping[str, Sequence[int]]
+
+
+@dataclass(frozen=True, slots=True)
+class Upload:
+    """What a device must know to encode its update.
+
+    `beta` is relative to 32 bits for each element of the update itself; `blocks` says how many
+    consecutive inputs one channel owns; `binding` ties the payload to run, round, device and plan.
+    """
+
+    beta: float
+    seed: int
+    binding: bytes
+    blocks: Mapping[str, int] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class Method:
+    """One federated method.
+
+    plan: the strategy of every device of the cohort, on the server.
+    encode: an update, how to upload it and what the device remembers → payload, new memory.
+    decode: payload, expected shapes and binding → update; PayloadError on anything malformed.
+    weigh: α, β and sample counts of those who answered → aggregation weights.
+    """
+
+    summary: str
+    plan: Callable[[Devices, Workload, Limits], Strategies]
+    encode: Callable[[State, Upload, State | None], tuple[bytes, State | None]]
+    decode: Callable[[bytes, Shapes, bytes], Update]
+    weigh: Callable[[FloatArray, FloatArray, FloatArray], FloatArray]
+    sorts_channels: bool
+
+
+def names() -> list[str]:
+    """Every method that can be loaded by name."""
+    return sorted(info.name for info in pkgutil.iter_modules(__path__))
+
+
+def load(name: str) -> Method:
+    """The method of that name."""
+    if name not in names():
+        raise UnknownName(f"no method {name!r}; there are {', '.join(names())}")
+    method: Method = importlib.import_module(f"{__name__}.{name}").METHOD
+    return method
