@@ -28,6 +28,18 @@ class ShapeMismatch(AnycostError, ValueError):  # noqa: N818 - reads as what hap
     """A state whose keys or shapes are not those of the model."""
 
 
+class BetaError(AnycostError, ValueError):
+    """A compression rate outside (0, 1], or too low for even an empty payload."""
+
+
+class UpdateError(AnycostError, ValueError):
+    """An update that cannot be sent: not floating point, or not finite."""
+
+
+class PayloadError(AnycostError, ValueError):
+    """Bytes that are not a payload of the expected plan."""
+
+
 class UnknownName(AnycostError, LookupError):  # noqa: N818 - reads as what happened
     """A model, preset, method or profile that does not exist."""
 
@@ -39,3 +51,11 @@ class ModelSpec:
     build: Callable[[], nn.Module]
     example: Callable[[int], Tensor]
     summary: str
+
+
+@dataclass(frozen=True, slots=True)
+class Update:
+    """A decoded update ũ and its mask m: both by parameter name, values 0 outside the mask."""
+
+    values: dict[str, Tensor]
+    masks: dict[str, Tensor]

@@ -1,0 +1,250 @@
+"""From a byte budget to (ρ, L) for one update, so that the budget is kept and used (Sec. III-C).
+
+The fitted function (`fit`) is the first guess. Then, for levels L around it, one sweep through the
+kernels from the largest norm down finds how many the budget pays for, and the error that leaves:
+Σ ‖u[k]‖² over the dropped ones plus Σ (|u| − Q_l)(Q_{l+1} − |u|), the variance of the draw, over the
+kept ones. The best L is encoded for real, and the number of kernels corrected until it fits.
+
+Deviation: the paper stops at the fitted function; its misses would break the budget.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from math import log2
+
+import numpy as np
+
+from anycostfl.codec import entropy, kernels, wire
+from anycostfl.codec.compiled import compiled
+from anycostfl.codec.fit import Guess
+from anycostfl.codec.kernels import Doubles, Floats, Ints
+
+SWEPT_ELEMENTS = 60_000  # enough for 1 % in size; a larger update is swept in strides
+FILLED = 0.992
+TRIES = 48
+TOP_EXPONENT = 28  # levels 2^(28/2) = 16,384: past 14 bits a table costs more than it gives
+SECTION_BYTES = 10
+
+
+@dataclass(frozen=True, slots=True)
+class Draft:
+    """An update ready to be encoded with any number of kernels and levels."""
+
+    flat: Floats
+    parts: Sequence[kernels.Part]
+    spans: kernels.Spans
+    norms: kernels.Norms
+    order: Ints
+    seed: int
+    tie: wire.Bond
+
+    @classmethod
+    def of(cls, flat: Floats, parts: Sequence[kernels.Part], seed: int, tie: wire.Bond) -> Draft:
+        """Cut into kernels, measure and rank them."""
+        spans = kernels.join([kernels.spans_of(part) for part in parts])
+        norms = kernels.measure(flat, spans)
+        return cls(flat, parts, spans, norms, kernels.rank(norms), seed, tie)
+
+    def encode(self, kept: int, levels: int) -> bytes:
+        """The payload with the `kept` largest kernels, quantized to `levels` intervals."""
+        mask = np.zeros(self.spans.start.size, np.bool_)
+        mask[self.order[:kept]] = True
+        chosen = np.flatnonzero(mask)
+        grid = kernels.grid_for(self.norms, chosen, levels)
+        symbols, negative = kernels.quantize(self.flat, self.spans.take(chosen), grid, self.seed)
+        counts = np.bincount(symbols, minlength=grid.symbols)
+        precision, freq = entropy.best_table(counts)
+        frame = wire.Frame(
+            tensors=self._tensors(mask),
+            grid=grid,
+            table=entropy.encode_table(precision, freq),
+            levels=entropy.encode_levels(symbols, precision, freq),
+            signs=entropy.encode_signs(symbols, negative),
+        )
+        return wire.pack(frame, self.tie)
+
+    def _tensors(self, mask: entropy.Bools) -> tuple[wire.TensorSection, ...]:
+        sections, first = [], 0
+        for index, part in enumerate(self.parts):
+            own = mask[first : first + part.kernels]
+            first += part.kernels
+            if own.any():
+                coded = entropy.encode_mask(own)
+                count = int(np.count_nonzero(own))
+                sections.append(wire.TensorSection(index, part.block, count, coded))
+        return tuple(sections)
+
+
+def fill(draft: Draft, budget: int, guess: Guess) -> bytes:
+    """The payload of least error that fits `budget` bytes and leaves little of it unused."""
+    kernels_sent = draft.order.size
+    if not kernels_sent:
+        return wire.pack(None, draft.tie)
+    levels, start = choose(draft, budget, guess)
+    kept, payload = _largest(
+        lambda k: draft.encode(k, levels),
+        lambda k, size: round(k * 0.997 * budget / size),
+        (start, kernels_sent),
+        budget,
+    )
+    if payload is None:  # not one kernel at this L: the coarsest points are the last resort
+        payload = draft.encode(1, 1)
+        return payload if len(payload) <= budget else wire.pack(None, draft.tie)
+    if len(payload) >= FILLED * budget:
+        return payload
+    # Whole kernels are too coarse to use the rest, or none is left: finer points can.
+    bits = 8 / int(draft.spans.length[draft.order[:kept]].sum())
+    _, finer = _largest(
+        lambda count: draft.encode(kept, count),
+        lambda count, size: round(count * 2 ** min(2.0, bits * (0.997 * budget - size))),
+        (levels + max(1, levels // 16), 2**14),
+        budget,
+    )
+    return payload if finer is None or len(finer) < len(payload) else finer
+
+
+def _largest(
+    encode: Callable[[int], bytes],
+    propose: Callable[[int, int], int],
+    start_and_most: tuple[int, int],
+    budget: int,
+) -> tuple[int, bytes | None]:
+    """Search the largest number whose encoding fits; stop once the budget is nearly used."""
+    at, most = start_and_most
+    fits, fails, best = 0, most + 1, None
+    for attempt in range(TRIES):
+        at = min(max(at, fits + 1), fails - 1)
+        payload = encode(at)
+        if len(payload) <= budget:
+            fits, best = at, payload
+        else:
+            fails = at
+        if fails - fits <= 1 or (best is not None and len(best) >= FILLED * budget):
+            break
+        # Proposals converge in two or three steps; halving now and then makes sure of an end.
+        at = propose(at, len(payload)) if attempt % 4 < 3 else (fits + fails) // 2
+    return fits, best
+
+
+def choose(draft: Draft, budget: int, guess: Guess) -> tuple[int, int]:
+    """The levels of least expected error for this budget, and how many kernels they allow."""
+    sweep = _Sweep.of(draft, budget, guess.sparsity)
+    seen: dict[int, tuple[float, int]] = {}
+
+    def error(exponent: int) -> float:
+        if exponent not in seen:
+            seen[exponent] = sweep.run(round(2 ** (exponent / 2)))
+        return seen[exponent][0]
+
+    best = min(max(round(2 * log2(guess.levels)), 0), TOP_EXPONENT)
+    for direction in (-1, 1):
+        while 0 <= best + direction <= TOP_EXPONENT and error(best + direction) <= error(best):
+            best += direction
+    kept = max(1, seen[best][1])
+    # The sweep's step belongs to the largest of all elements; the kept ones may reach less far.
+    reach = draft.norms.largest[draft.order[:kept]].max() / draft.norms.largest.max()
+    return max(1, round(2 ** (best / 2) * float(reach))), kept
+
+
+@dataclass(frozen=True, slots=True)
+class _Sweep:
+    """A stride through the ranked kernels that stands for all of them."""
+
+    flat: Floats
+    spans: kernels.Spans
+    stride: int
+    dropped: Doubles
+    largest: float
+    bits: float
+
+    @classmethod
+    def of(cls, draft: Draft, budget: int, sparsity: float) -> _Sweep:
+        """Sample so that about `SWEPT_ELEMENTS` are swept if the guess of ρ is right."""
+        guessed = int((1 - sparsity) * draft.flat.size)
+        stride = max(1, guessed // SWEPT_ELEMENTS)
+        energy = draft.norms.energy[draft.order]
+        dropped = np.append(energy[::-1].cumsum()[::-1], 0.0)
+        fixed = wire.OVERHEAD + SECTION_BYTES * (min(len(draft.parts), 8) + 4)
+        return cls(
+            draft.flat,
+            draft.spans.take(draft.order[stride // 2 :: stride]),
+            stride,
+            dropped,
+            float(draft.norms.largest.max()),
+            8.0 * (budget - fixed),
+        )
+
+    def run(self, levels: int) -> tuple[float, int]:
+        """Expected squared error, and the number of kernels the budget pays for."""
+        step = self.largest / levels
+        start, length, stride = self.spans.start, self.spans.length, self.stride
+        counts = np.zeros(levels + 2)
+        kept, noise = _sweep(
+            self.flat, start, length, 1 / step, counts, stride, self.dropped.size - 1, self.bits
+        )
+        return self.dropped[kept] + noise * step**2 if kept else np.inf, kept
+
+
+@compiled
+def _sweep(
+    flat: Floats,
+    start: Ints,
+    length: Ints,
+    scale: float,
+    counts: Doubles,
+    stride: int,
+    kernels_sent: int,
+    budget: float,
+) -> tuple[int, float]:
+    noise, elements, before, bits = 0.0, 0, 0.0, 0.0
+    noise_before, check, checked = 0.0, 1, 0
+    for k in range(start.size):
+        for j in range(start[k], start[k] + length[k]):
+            place = abs(np.float64(flat[j])) * scale
+            level = int(place)
+            share = place - level
+            counts[level] += 1.0 - share
+            counts[level + 1] += share
+            noise += share * (1.0 - share)
+        elements += length[k]
+        if k + 1 < check and k + 1 < start.size:
+            continue
+        kept = min(kernels_sent, (k + 1) * stride)
+        bits = stride * _level_bits(counts, elements) + _table_bits(counts, stride)
+        bits += _mask_bits(kept, kernels_sent)
+        if bits > budget:
+            # Between two checks the size grows evenly.
+            part = (budget - before) / (bits - before) if budget > before else 0.0
+            reached = int(checked + part * (kept - checked))
+            return reached, stride * (noise_before + part * (noise - noise_before))
+        before, checked, noise_before = bits, kept, noise
+        check = k + 2 + k // 8
+    return kernels_sent, stride * noise
+
+
+@compiled
+def _level_bits(counts: Doubles, elements: int) -> float:
+    # Entropy of the levels plus one sign for every level above 0.
+    bits = elements * np.log2(np.float64(elements)) + elements - counts[0]
+    for count in counts:
+        if count > 0:
+            bits -= count * np.log2(count)
+    return bits
+
+
+@compiled
+def _table_bits(counts: Doubles, stride: int) -> float:
+    occurring = 0
+    for count in counts:
+        occurring += count * stride > 0.5
+    return 10.0 * occurring
+
+
+@compiled
+def _mask_bits(kept: int, kernels_sent: int) -> float:
+    share = kept / kernels_sent
+    if share in {0.0, 1.0}:
+        return 0.0
+    return -kernels_sent * (share * np.log2(share) + (1 - share) * np.log2(1 - share))
