@@ -7,7 +7,7 @@ The bytes are described in docs/wire-format.md, the deviations from the paper in
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 import numpy as np
 import torch
@@ -52,7 +52,9 @@ def compress(
     budget = byte_budget(beta, flat.size)
     draft = Draft.of(flat, parts, seed, wire.bond(binding, shapes))
     if not kernels.finite(draft.norms):
-        raise UpdateError(f"{_not_finite(flat, parts)} has an element that is not finite in float32")
+        raise UpdateError(
+            f"{_not_finite(flat, parts)} has an element that is not finite in float32"
+        )
     return fill(draft, budget, (fit or load_fit(DEFAULT_FIT)).predict(beta))
 
 
@@ -67,15 +69,17 @@ def decompress(
     shapes = {n: tuple(x.shape if isinstance(x, Tensor) else x) for n, x in like.items()}
     parts = kernels.lay_out(shapes, {})
     size = sum(part.size for part in parts)
-    frame = wire.unpack(payload, wire.bond(binding, shapes), len(parts))
+    frame = wire.unpack(bytes(payload), wire.bond(binding, shapes), len(parts))
     if frame is None:
-        return _shape(np.zeros(size, np.float32), np.zeros(size, np.bool_), parts)
+        return _shape(np.zeros(size, np.float32), np.zeros(size, np.bool_), parts, shapes)
     spans = kernels.join([_kept_spans(section, parts) for section in frame.tensors])
-    precision, freq = entropy.decode_table(frame.table, frame.grid.symbols)
-    symbols = entropy.decode_levels(frame.levels, precision, freq, int(spans.length.sum()))
+    grid = frame.grid
+    precision, freq = entropy.decode_table(frame.table, entropy.token_count(grid.symbols))
+    tokens = entropy.decode_levels(frame.levels, precision, freq, int(spans.length.sum()))
+    symbols = entropy.detokenize(tokens, frame.spare, grid.symbols)
     signs = entropy.decode_signs(frame.signs, symbols)
-    flat = kernels.dequantize(symbols, signs, frame.grid, spans, size)
-    return _shape(flat, kernels.cover(spans, size), parts)
+    flat = kernels.dequantize(symbols, signs, grid, spans, size)
+    return _shape(flat, kernels.cover(spans, size), parts, shapes)
 
 
 def byte_budget(beta: float, elements: int) -> int:
@@ -102,13 +106,18 @@ def _kept_spans(section: wire.TensorSection, parts: Sequence[kernels.Part]) -> k
     return kernels.spans_of(part).take(np.flatnonzero(mask))
 
 
-def _shape(flat: kernels.Floats, mask: entropy.Bools, parts: Sequence[kernels.Part]) -> Update:
+def _shape(
+    flat: kernels.Floats,
+    mask: entropy.Bools,
+    parts: Sequence[kernels.Part],
+    names: Iterable[str],
+) -> Update:
     values, masks = {}, {}
     for part in parts:
         here = slice(part.offset, part.offset + part.size)
         values[part.name] = torch.from_numpy(flat[here]).reshape(part.shape)
         masks[part.name] = torch.from_numpy(mask[here]).reshape(part.shape)
-    return Update(values, masks)
+    return Update({n: values[n] for n in names}, {n: masks[n] for n in names})
 
 
 def _not_finite(flat: kernels.Floats, parts: Sequence[kernels.Part]) -> str:

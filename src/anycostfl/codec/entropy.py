@@ -2,10 +2,12 @@
 
 Masks: Golomb code of the gaps between kept (or dropped) kernels, with parameter M: the quotient
 gap // M in unary, the remainder in truncated binary; or the bitmap, whichever is smaller.
-Levels: a range variant of asymmetric numeral systems (rANS). With frequencies f that sum to 2^P
+Levels: the range variant of asymmetric numeral systems (rANS). With frequencies f that sum to 2^P
 and cumulative frequencies c, a symbol moves the state x ∈ [2^31, 2^63) to
 (x // f) 2^P + x mod f + c; whole 32-bit words leave the state when it would grow beyond its range.
-The frequencies travel, at the precision P that makes table and levels smallest together.
+The frequencies travel, at the precision P that makes table and levels smallest together. Symbols
+of 4096 and more, which only the finest grids have, share a token with their neighbours: their
+leading nine bits are the token, the others follow as they are.
 """
 
 from __future__ import annotations
@@ -22,8 +24,11 @@ from anycostfl.types import PayloadError
 
 MIN_PRECISION, MAX_PRECISION = 6, 16
 STATE_BYTES = 8
+DIRECT = 12  # symbols below 2^12 are their own token
+MANTISSA = 8  # beyond, a token holds the exponent and so many bits after the leading one
 Bools = NDArray[np.bool_]
 Words = NDArray[np.uint32]
+Tokens = NDArray[np.uint16]
 
 
 class MaskCoding(IntEnum):
@@ -39,10 +44,14 @@ def encode_mask(kept: Bools) -> bytes:
     """One tensor's mask over kernels in the smallest coding, which its first byte names."""
     if kept.all():
         return bytes([MaskCoding.ALL])
-    choices = [bytes([MaskCoding.BITMAP]) + np.packbits(kept, bitorder="little").tobytes()]
-    choices.append(bytes([MaskCoding.GOLOMB_KEPT]) + golomb(gaps_between(kept)))
-    choices.append(bytes([MaskCoding.GOLOMB_DROPPED]) + golomb(gaps_between(~kept)))
-    return min(choices, key=len)
+    # Runs of the rarer kind are the longer ones, and those are what Golomb's code is good at.
+    rare_kept = 2 * np.count_nonzero(kept) <= kept.size
+    gaps = gaps_between(kept if rare_kept else ~kept)
+    parameter = best_parameter(gaps)
+    if golomb_bits(gaps, parameter) < kept.size:
+        coding = MaskCoding.GOLOMB_KEPT if rare_kept else MaskCoding.GOLOMB_DROPPED
+        return bytes([coding]) + golomb(gaps, parameter)
+    return bytes([MaskCoding.BITMAP]) + np.packbits(kept, bitorder="little").tobytes()
 
 
 def decode_mask(data: bytes, kernels: int, kept: int) -> Bools:
@@ -84,13 +93,16 @@ def golomb_bits(gaps: Ints, parameter: int) -> int:
     return int(quotient.sum() + gaps.size * (1 + width) - np.count_nonzero(remainder < cutoff))
 
 
-def golomb(gaps: Ints) -> bytes:
+def best_parameter(gaps: Ints) -> int:
+    """A Golomb parameter close to the best one."""
+    # Geometric gaps of mean g have theirs near g ln 2; bursts prefer a larger one.
+    guess = 0.693 * float(gaps.mean())
+    candidates = {max(1, round(guess * factor)) for factor in (0.75, 1, 1.35, 1.8)}
+    return min(candidates, key=lambda parameter: golomb_bits(gaps, parameter))
+
+
+def golomb(gaps: Ints, parameter: int) -> bytes:
     """Golomb code of `gaps`: the parameter as a varint, then the bits, first bit lowest."""
-    mean = float(gaps.mean()) if gaps.size else 0.0
-    # Geometric gaps with mean g have their best parameter near g ln 2; bursts prefer a larger one.
-    guess = max(1, round(mean * 0.693))
-    candidates = {max(1, round(guess * f)) for f in (0.75, 1, 1.35, 1.8)}
-    parameter = min(candidates, key=lambda m: golomb_bits(gaps, m))
     out = np.zeros(-(-golomb_bits(gaps, parameter) // 8), np.uint8)
     width, cutoff = _remainder_code(parameter)
     _golomb_write(gaps, parameter, width, cutoff, out)
@@ -218,36 +230,114 @@ def encode_table(precision: int, freq: Ints) -> bytes:
     return bytes(out)
 
 
-def decode_table(data: bytes, symbols: int) -> tuple[int, Ints]:
-    """Read a table of exactly `symbols` frequencies that sum to 2^precision."""
+def decode_table(data: bytes, tokens: int) -> tuple[int, Ints]:
+    """Read a table of exactly `tokens` frequencies that sum to 2^precision."""
     reader = Reader(data, "table")
     precision = reader.byte()
     if not MIN_PRECISION <= precision <= MAX_PRECISION:
         raise PayloadError(f"table precision {precision} is outside 6 to 16")
-    freq = np.zeros(symbols, np.int64)
+    freq = np.zeros(tokens, np.int64)
     at = 0
-    while at < symbols:
+    while at < tokens:
         freq[at] = reader.varint(0, 1 << precision)
-        at += 1 if freq[at] else 1 + reader.varint(0, symbols - at - 1)
+        at += 1 if freq[at] else 1 + reader.varint(0, tokens - at - 1)
     reader.finish()
     if freq.sum() != 1 << precision:
         raise PayloadError(f"table sums to {freq.sum()} instead of {1 << precision}")
     return precision, freq
 
 
-def encode_levels(symbols: Symbols, precision: int, freq: Ints) -> bytes:
-    """The rANS code of `symbols`: final state (8 bytes), then 32-bit words, little-endian."""
-    words = np.empty(symbols.size // 2 + 2, np.uint32)
+def token_count(symbols: int) -> int:
+    """Number of tokens that so many symbols need."""
+    return int(_token(symbols - 1)) + 1
+
+
+@compiled
+def _token(symbol: int) -> int:
+    if symbol < 1 << DIRECT:
+        return symbol
+    spare = _spare_bits(symbol)
+    return (1 << DIRECT) + ((spare + MANTISSA - DIRECT) << MANTISSA) + (symbol >> spare) - (
+        1 << MANTISSA
+    )  # fmt: skip
+
+
+@compiled
+def _spare_bits(symbol: int) -> int:
+    spare = 0
+    while symbol >> spare >= 2 << MANTISSA:
+        spare += 1
+    return spare
+
+
+def tokenize(symbols: Symbols) -> tuple[Tokens, bytes]:
+    """Tokens, and the spare bits of the large symbols, first bit lowest."""
+    if not symbols.size or symbols.max() < 1 << DIRECT:
+        return symbols.astype(np.uint16), b""
+    tokens = np.empty(symbols.size, np.uint16)
+    out = np.zeros(2 * symbols.size + 8, np.uint8)  # at most 16 spare bits each
+    used = _tokenize(symbols, tokens, out)
+    return tokens, out[: -(-used // 8)].tobytes()
+
+
+@compiled
+def _tokenize(symbols: Symbols, tokens: Tokens, out: Bytes) -> int:
+    at = 0
+    for i in range(symbols.size):
+        symbol = np.int64(symbols[i])
+        tokens[i] = _token(symbol)
+        if symbol >= 1 << DIRECT:
+            for b in range(_spare_bits(symbol)):
+                out[at >> 3] |= np.uint8(((symbol >> b) & 1) << (at & 7))
+                at += 1
+    return at
+
+
+def detokenize(tokens: Tokens, spare: bytes, symbols: int) -> Symbols:
+    """The symbols again; each must be below `symbols`, and every spare bit used."""
+    out = tokens.astype(np.uint32)
+    if spare or (tokens.size and tokens.max() >= 1 << DIRECT):
+        used = _detokenize(tokens, np.frombuffer(spare, np.uint8), symbols, out)
+        if used < 0 or len(spare) != -(-used // 8):
+            raise PayloadError(f"spare bits do not complete levels below {symbols}")
+        if used % 8 and spare[-1] >> (used % 8):
+            raise PayloadError("the bits that fill the last byte of the spare bits are not zero")
+    return out
+
+
+@compiled
+def _detokenize(tokens: Tokens, spare: Bytes, symbols: int, out: Symbols) -> int:
+    at, end = 0, spare.size * 8
+    for i in range(tokens.size):
+        beyond = np.int64(tokens[i]) - (1 << DIRECT)
+        if beyond < 0:
+            continue
+        bits = (beyond >> MANTISSA) + DIRECT - MANTISSA
+        symbol = ((1 << MANTISSA) + (beyond & ((1 << MANTISSA) - 1))) << bits
+        if at + bits > end:
+            return -1
+        for b in range(bits):
+            symbol |= np.int64((spare[at >> 3] >> (at & 7)) & 1) << b
+            at += 1
+        if symbol >= symbols:
+            return -1
+        out[i] = symbol
+    return at
+
+
+def encode_levels(tokens: Tokens, precision: int, freq: Ints) -> bytes:
+    """The rANS code of `tokens`: final state (8 bytes), then 32-bit words, little-endian."""
+    words = np.empty(tokens.size // 2 + 2, np.uint32)
     cumulative = np.cumsum(freq) - freq
     state, used = _rans_write(
-        symbols, np.uint64(precision), freq.astype(np.uint64), cumulative.astype(np.uint64), words
+        tokens, np.uint64(precision), freq.astype(np.uint64), cumulative.astype(np.uint64), words
     )
     return int(state).to_bytes(STATE_BYTES, "little") + words[:used][::-1].astype("<u4").tobytes()
 
 
 @compiled
 def _rans_write(
-    symbols: Symbols,
+    tokens: Tokens,
     precision: np.uint64,
     freq: NDArray[np.uint64],
     cumulative: NDArray[np.uint64],
@@ -255,35 +345,35 @@ def _rans_write(
 ) -> tuple[np.uint64, int]:
     state, used = np.uint64(1 << 31), 0
     shift, half = np.uint64(63) - precision, np.uint64(32)
-    for i in range(symbols.size - 1, -1, -1):
-        f = freq[symbols[i]]
-        # f = 2^P (a single symbol) would shift out of 64 bits; it never overflows the state.
+    for i in range(tokens.size - 1, -1, -1):
+        f = freq[tokens[i]]
+        # f = 2^P (a single token) would shift out of 64 bits; it never overflows the state.
         if (state >> shift) >= f:
             words[used] = np.uint32(state & np.uint64(0xFFFFFFFF))
             used += 1
             state >>= half
         quotient = state // f
-        state = (quotient << precision) + (state - quotient * f) + cumulative[symbols[i]]
+        state = (quotient << precision) + (state - quotient * f) + cumulative[tokens[i]]
     return state, used
 
 
-def decode_levels(data: bytes, precision: int, freq: Ints, count: int) -> Symbols:
-    """Exactly `count` symbols; every byte must be used and the state end where encoding began."""
+def decode_levels(data: bytes, precision: int, freq: Ints, count: int) -> Tokens:
+    """Exactly `count` tokens; every byte must be used and the state end where encoding began."""
     if len(data) < STATE_BYTES or (len(data) - STATE_BYTES) % 4:
         raise PayloadError(f"levels have {len(data)} bytes, not 8 and a multiple of 4")
     state = int.from_bytes(data[:STATE_BYTES], "little")
     words = np.frombuffer(data, "<u4", offset=STATE_BYTES).astype(np.uint32)
-    symbols = np.empty(count, np.uint16)
+    tokens = np.empty(count, np.uint16)
     slots = np.repeat(np.arange(freq.size, dtype=np.uint16), freq)
     cumulative = np.cumsum(freq) - freq
     wide = np.uint64
     good = _rans_read(
         wide(state), words, wide(precision), freq.astype(wide), cumulative.astype(wide),
-        slots, symbols,
+        slots, tokens,
     )  # fmt: skip
     if not good:
-        raise PayloadError(f"levels do not decode to {count} symbols")
-    return symbols
+        raise PayloadError(f"levels do not decode to {count} tokens")
+    return tokens
 
 
 @compiled
@@ -293,18 +383,18 @@ def _rans_read(
     precision: np.uint64,
     freq: NDArray[np.uint64],
     cumulative: NDArray[np.uint64],
-    slots: Symbols,
-    symbols: Symbols,
+    slots: Tokens,
+    tokens: Tokens,
 ) -> bool:
     low, half, at = np.uint64(1 << 31), np.uint64(32), 0
     window = (np.uint64(1) << precision) - np.uint64(1)
     if state < low or state >> np.uint64(63):
         return False
-    for i in range(symbols.size):
+    for i in range(tokens.size):
         slot = state & window
-        symbol = slots[slot]
-        symbols[i] = symbol
-        state = freq[symbol] * (state >> precision) + slot - cumulative[symbol]
+        token = slots[slot]
+        tokens[i] = token
+        state = freq[token] * (state >> precision) + slot - cumulative[token]
         if state < low:
             if at >= words.size:
                 return False

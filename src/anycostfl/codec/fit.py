@@ -9,24 +9,19 @@ Deviation: straight lines in log₂ β, for ρ and for log₂ L, because both β
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache
 from importlib.resources import files
 
 import numpy as np
+from torch import Tensor
 
+from anycostfl.codec import kernels, wire
+from anycostfl.codec.refine import Draft, Guess, choose
 from anycostfl.types import UnknownName
 
 BETAS = tuple(2.0**-e for e in range(2, 11))
-
-
-@dataclass(frozen=True, slots=True)
-class Guess:
-    """A sparsity ρ (share of kernels dropped) and a number of levels L."""
-
-    sparsity: float
-    levels: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,13 +57,17 @@ class Fit:
         return cls(*(tuple(knots[name]) for name in ("beta", "sparsity", "levels")))
 
 
-def average(fits: Sequence[Fit]) -> Fit:
-    """One function from the fits of several updates over the same β."""
-    return Fit(
-        fits[0].beta,
-        tuple(np.mean([f.sparsity for f in fits], axis=0).tolist()),
-        tuple((2 ** np.mean(np.log2([f.levels for f in fits]), axis=0)).tolist()),
-    )
+def fit_update(update: Mapping[str, Tensor], blocks: Mapping[str, int]) -> Fit:
+    """Fit the function to one public update: the best (ρ, L) at every β of the grid."""
+    shapes = {name: tuple(tensor.shape) for name, tensor in update.items()}
+    parts = kernels.lay_out(shapes, blocks)
+    draft = Draft.of(kernels.flatten(update, parts), parts, 0, wire.bond(b"", shapes))
+    guess, knots = Guess(sparsity=0.0, levels=256), []
+    for beta in BETAS:
+        levels, kept = choose(draft, int(beta * 4 * draft.flat.size), guess)
+        guess = Guess(1 - kept / draft.spans.start.size, levels)
+        knots.append((beta, round(guess.sparsity, 5), float(levels)))
+    return Fit(*zip(*sorted(knots), strict=True))
 
 
 def fit_names() -> list[str]:

@@ -25,12 +25,12 @@ from anycostfl.codec.compiled import compiled
 from anycostfl.types import UpdateError
 
 DEFAULT_BLOCK = 32
-MAX_LEVELS = 65_534  # zero, Q_0 … Q_L number at most 65,536 symbols: two bytes each
+MAX_LEVELS = 2**24 - 2  # finer than a float32 can tell apart
 
 Floats = NDArray[np.float32]
 Doubles = NDArray[np.float64]
 Ints = NDArray[np.int64]
-Symbols = NDArray[np.uint16]
+Symbols = NDArray[np.uint32]
 Bytes = NDArray[np.uint8]
 
 
@@ -94,13 +94,14 @@ class Grid:
         return self.levels + (1 if self.u_min == 0 else 2)
 
     @property
+    def step(self) -> float:
+        """Distance between two points."""
+        return (self.u_max - self.u_min) / self.levels
+
     def points(self) -> Floats:
-        """Magnitude of every symbol: 0 first, then Q_0 … Q_L (Q_0 = 0 only once)."""
-        # One multiplication and one addition in float64, both exactly rounded: the same anywhere.
-        steps = np.arange(self.levels + 1) * ((self.u_max - self.u_min) / self.levels) + self.u_min
-        q = np.minimum(steps, self.u_max).astype(np.float32)
-        q[-1] = self.u_max
-        return q if self.u_min == 0 else np.concatenate([np.zeros(1, np.float32), q])
+        """The magnitude of every symbol: 0 first, then Q_0 … Q_L (0 only once)."""
+        symbols = np.arange(self.symbols, dtype=np.uint32)
+        return _points(symbols, self.u_min, self.u_max, self.step)
 
 
 def row_width(shape: Sequence[int]) -> int:
@@ -190,8 +191,12 @@ def _measure(flat: Floats, start: Ints, length: Ints) -> tuple[Doubles, Floats, 
 
 def rank(norms: Norms) -> Ints:
     """Non-zero kernels, largest norm first; ties in layout order."""
-    order = np.argsort(-norms.energy, kind="stable")
-    return order[: np.count_nonzero(norms.energy)]
+    norm = np.minimum(np.sqrt(norms.energy), np.finfo(np.float32).max).astype(np.float32)
+    # Non-negative floats sort like their bits; with the index below them every key is unique, so
+    # that any sorting algorithm gives the same order.
+    key = (np.uint64(0xFFFFFFFF) - norm.view(np.uint32)) << np.uint64(32)
+    order = np.sort(key | np.arange(norm.size, dtype=np.uint64)) & np.uint64(0xFFFFFFFF)
+    return order[: np.count_nonzero(norm)].astype(np.int64)
 
 
 def kept_for(sparsity: float, kernels: int) -> int:
@@ -210,13 +215,12 @@ def quantize(flat: Floats, spans: Spans, grid: Grid, seed: int) -> tuple[Symbols
 
     The draw depends on the seed and on the element's place in the update, on nothing else.
     """
-    points = grid.points.astype(np.float64)
-    symbols = np.empty(int(spans.length.sum()), np.uint16)
+    symbols = np.empty(int(spans.length.sum()), np.uint32)
     negative = np.empty(symbols.size, np.uint8)
-    scale = grid.levels / (grid.u_max - grid.u_min) if grid.u_max > grid.u_min else 0.0
     _quantize(
-        flat, spans.start, spans.length, points, grid.u_min, scale, _key(seed), symbols, negative
-    )
+        flat, spans.start, spans.length, (grid.u_min, grid.u_max, grid.step), grid.symbols - 1,
+        _key(seed), symbols, negative,
+    )  # fmt: skip
     return symbols, negative
 
 
@@ -233,7 +237,25 @@ def _uniform(key: np.uint64, index: int) -> float:
     z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
     z = z ^ (z >> np.uint64(31))
-    return np.float64(z >> np.uint64(11)) * (1.0 / 9007199254740992.0)
+    return np.float64(np.int64(z >> np.uint64(11))) * (1.0 / 9007199254740992.0)
+
+
+@compiled
+def _point(symbol: int, u_min: float, u_max: float, step: float) -> np.float32:
+    # One multiplication and one addition in float64, each exactly rounded: the same on every CPU.
+    if u_min > 0:
+        if symbol == 0:
+            return np.float32(0)
+        symbol -= 1
+    return np.float32(min(symbol * step + u_min, u_max))
+
+
+@compiled
+def _points(symbols: Symbols, u_min: float, u_max: float, step: float) -> Floats:
+    points = np.empty(symbols.size, np.float32)
+    for i in range(symbols.size):
+        points[i] = _point(np.int64(symbols[i]), u_min, u_max, step)
+    return points
 
 
 @compiled
@@ -241,30 +263,30 @@ def _quantize(
     flat: Floats,
     start: Ints,
     length: Ints,
-    points: Doubles,
-    u_min: float,
-    scale: float,
+    bounds: tuple[float, float, float],
+    last: int,
     key: np.uint64,
     symbols: Symbols,
     negative: Bytes,
 ) -> None:
-    first, last = (1 if u_min > 0 else 0), points.size - 1
+    u_min, u_max, step = bounds
+    first, scale = (1 if u_min > 0 else 0), (1.0 / step if step > 0 else 0.0)
     at = 0
     for k in range(start.size):
         for j in range(start[k], start[k] + length[k]):
-            magnitude = np.float64(abs(flat[j]))
+            magnitude = abs(flat[j])
             negative[at] = flat[j] < 0
             symbol = 0
             if magnitude > 0:
-                # The points are rounded to float32, so the arithmetic guess may be one off.
                 symbol = min(last, first + int((magnitude - u_min) * scale))
-                while symbol > first and points[symbol] > magnitude:
+                below = _point(symbol, u_min, u_max, step)
+                # Points are rounded to float32: the arithmetic guess may be one too high.
+                if below > magnitude:
                     symbol -= 1
-                while symbol < last and points[symbol + 1] <= magnitude:
-                    symbol += 1
-                if symbol < last and points[symbol] < magnitude:
-                    gap = points[symbol + 1] - points[symbol]
-                    symbol += _uniform(key, j) * gap < magnitude - points[symbol]
+                    below = _point(symbol, u_min, u_max, step)
+                if below < magnitude and symbol < last:
+                    above = np.float64(_point(symbol + 1, u_min, u_max, step))
+                    symbol += _uniform(key, j) * (above - below) < np.float64(magnitude) - below
             symbols[at] = symbol
             at += 1
 
@@ -272,23 +294,30 @@ def _quantize(
 def dequantize(symbols: Symbols, signs: Bytes, grid: Grid, spans: Spans, size: int) -> Floats:
     """Put ±Q back into a flat update that is 0 elsewhere; `signs` has a bit per non-zero symbol."""
     flat = np.zeros(size, np.float32)
-    _dequantize(symbols, signs, grid.points, spans.start, spans.length, flat)
+    bounds = (grid.u_min, grid.u_max, grid.step)
+    _dequantize(symbols, signs, bounds, spans.start, spans.length, flat)
     return flat
 
 
 @compiled
 def _dequantize(
-    symbols: Symbols, signs: Bytes, points: Floats, start: Ints, length: Ints, flat: Floats
+    symbols: Symbols,
+    signs: Bytes,
+    bounds: tuple[float, float, float],
+    start: Ints,
+    length: Ints,
+    flat: Floats,
 ) -> None:
+    u_min, u_max, step = bounds
     at, bit = 0, 0
     for k in range(start.size):
         for j in range(start[k], start[k] + length[k]):
-            symbol = symbols[at]
+            symbol = np.int64(symbols[at])
             at += 1
             if symbol > 0:
-                down = (signs[bit >> 3] >> (bit & 7)) & 1
+                point = _point(symbol, u_min, u_max, step)
+                flat[j] = -point if (signs[bit >> 3] >> (bit & 7)) & 1 else point
                 bit += 1
-                flat[j] = -points[symbol] if down else points[symbol]
 
 
 def cover(spans: Spans, size: int) -> NDArray[np.bool_]:

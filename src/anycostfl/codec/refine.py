@@ -18,14 +18,22 @@ import numpy as np
 
 from anycostfl.codec import entropy, kernels, wire
 from anycostfl.codec.compiled import compiled
-from anycostfl.codec.fit import Guess
 from anycostfl.codec.kernels import Doubles, Floats, Ints
 
-SWEPT_ELEMENTS = 60_000  # enough for 1 % in size; a larger update is swept in strides
+SWEPT_ELEMENTS = 100_000  # enough for 1 % in size; a larger update is swept in strides
 FILLED = 0.992
 TRIES = 48
-TOP_EXPONENT = 28  # levels 2^(28/2) = 16,384: past 14 bits a table costs more than it gives
+AIM = 0.997  # of the budget: the sweep's size is an estimate
+TOP_EXPONENT = 31  # L = 46,341 at most in the sweep: by then every kernel is kept
 SECTION_BYTES = 10
+
+
+@dataclass(frozen=True, slots=True)
+class Guess:
+    """A sparsity ρ (share of kernels dropped) and a number of levels L."""
+
+    sparsity: float
+    levels: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,13 +62,15 @@ class Draft:
         chosen = np.flatnonzero(mask)
         grid = kernels.grid_for(self.norms, chosen, levels)
         symbols, negative = kernels.quantize(self.flat, self.spans.take(chosen), grid, self.seed)
-        counts = np.bincount(symbols, minlength=grid.symbols)
+        tokens, spare = entropy.tokenize(symbols)
+        counts = np.bincount(tokens, minlength=entropy.token_count(grid.symbols))
         precision, freq = entropy.best_table(counts)
         frame = wire.Frame(
             tensors=self._tensors(mask),
             grid=grid,
             table=entropy.encode_table(precision, freq),
-            levels=entropy.encode_levels(symbols, precision, freq),
+            levels=entropy.encode_levels(tokens, precision, freq),
+            spare=spare,
             signs=entropy.encode_signs(symbols, negative),
         )
         return wire.pack(frame, self.tie)
@@ -79,14 +89,13 @@ class Draft:
 
 def fill(draft: Draft, budget: int, guess: Guess) -> bytes:
     """The payload of least error that fits `budget` bytes and leaves little of it unused."""
-    kernels_sent = draft.order.size
-    if not kernels_sent:
+    if not draft.order.size:
         return wire.pack(None, draft.tie)
     levels, start = choose(draft, budget, guess)
     kept, payload = _largest(
         lambda k: draft.encode(k, levels),
-        lambda k, size: round(k * 0.997 * budget / size),
-        (start, kernels_sent),
+        lambda k, size: round(k * AIM * budget / size),
+        (start, draft.order.size),
         budget,
     )
     if payload is None:  # not one kernel at this L: the coarsest points are the last resort
@@ -98,8 +107,8 @@ def fill(draft: Draft, budget: int, guess: Guess) -> bytes:
     bits = 8 / int(draft.spans.length[draft.order[:kept]].sum())
     _, finer = _largest(
         lambda count: draft.encode(kept, count),
-        lambda count, size: round(count * 2 ** min(2.0, bits * (0.997 * budget - size))),
-        (levels + max(1, levels // 16), 2**14),
+        lambda count, size: round(count * 2 ** min(4.0, bits * (AIM * budget - size))),
+        (levels + max(1, levels // 16), kernels.MAX_LEVELS),
         budget,
     )
     return payload if finer is None or len(finer) < len(payload) else finer
@@ -173,7 +182,7 @@ class _Sweep:
             stride,
             dropped,
             float(draft.norms.largest.max()),
-            8.0 * (budget - fixed),
+            8.0 * (AIM * budget - fixed),
         )
 
     def run(self, levels: int) -> tuple[float, int]:
@@ -220,7 +229,7 @@ def _sweep(
             reached = int(checked + part * (kept - checked))
             return reached, stride * (noise_before + part * (noise - noise_before))
         before, checked, noise_before = bits, kept, noise
-        check = k + 2 + k // 8
+        check = k + 2 + k // 32
     return kernels_sent, stride * noise
 
 

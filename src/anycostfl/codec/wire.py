@@ -13,6 +13,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 from hashlib import blake2s
+from itertools import pairwise
 from math import isfinite
 
 from anycostfl.codec.kernels import MAX_LEVELS, Grid
@@ -36,10 +37,23 @@ class Section(IntEnum):
     RANGE = 0x82
     TABLE = 0x83
     LEVELS = 0x84
-    SIGNS = 0x85
+    SPARE = 0x85
+    SIGNS = 0x86
 
 
 _KNOWN = frozenset(int(section) for section in Section)
+_ORDERS = (
+    [Section.RANGE, Section.TABLE, Section.LEVELS, Section.SIGNS],
+    [Section.RANGE, Section.TABLE, Section.LEVELS, Section.SPARE, Section.SIGNS],
+)
+_KINDS_OF_BYTES: dict[int, str] = {
+    Section.TENSOR: "mask",
+    Section.TABLE: "table",
+    Section.LEVELS: "levels",
+    Section.SPARE: "levels",
+    Section.SIGNS: "signs",
+}
+
 
 @dataclass(frozen=True, slots=True)
 class TensorSection:
@@ -59,6 +73,7 @@ class Frame:
     grid: Grid
     table: bytes
     levels: bytes
+    spare: bytes
     signs: bytes
 
 
@@ -96,12 +111,14 @@ def _sections(frame: Frame) -> list[tuple[Section, bytes]]:
         (Section.TENSOR, varint(t.index) + varint(t.block) + varint(t.kept) + t.mask)
         for t in frame.tensors
     ]
+    spare = [(Section.SPARE, frame.spare)] if frame.spare else []
     grid = _RANGE.pack(frame.grid.u_min, frame.grid.u_max) + varint(frame.grid.levels)
     return [
         *tensors,
         (Section.RANGE, grid),
         (Section.TABLE, frame.table),
         (Section.LEVELS, frame.levels),
+        *spare,
         (Section.SIGNS, frame.signs),
     ]
 
@@ -118,13 +135,20 @@ def unpack(payload: bytes, tie: Bond, tensors: int) -> Frame | None:
         return None
     kinds = [kind for kind, _ in known]
     count = kinds.count(Section.TENSOR)
-    if count < 1 or kinds[count:] != [s for s in Section if s is not Section.TENSOR]:
+    if count < 1 or kinds[count:] not in _ORDERS:
         raise PayloadError("sections are missing, repeated or out of order")
     parsed = tuple(_tensor(data, tensors) for _, data in known[:count])
-    if any(a.index >= b.index for a, b in zip(parsed, parsed[1:], strict=False)):
+    if any(a.index >= b.index for a, b in pairwise(parsed)):
         raise PayloadError("tensor sections are repeated or out of order")
-    grid, table, levels, signs = (data for _, data in known[count:])
-    return Frame(parsed, _grid(grid), table, levels, signs)
+    rest = dict(known[count:])
+    return Frame(
+        parsed,
+        _grid(rest[Section.RANGE]),
+        rest[Section.TABLE],
+        rest[Section.LEVELS],
+        rest.get(Section.SPARE, b""),
+        rest[Section.SIGNS],
+    )
 
 
 def _check_frame(payload: bytes) -> tuple[int, Bond]:
@@ -182,10 +206,8 @@ def _grid(data: bytes) -> Grid:
 def bytes_by_section(payload: bytes) -> dict[str, int]:
     """Where the bytes of a well-formed payload went: mask, levels, signs, table and the rest."""
     _check_frame(payload)
-    spent = {"mask": 0, "levels": 0, "signs": 0, "table": 0}
-    names = {Section.TENSOR: "mask", Section.LEVELS: "levels", Section.SIGNS: "signs"}
-    names[Section.TABLE] = "table"
+    spent = dict.fromkeys(("mask", "levels", "signs", "table"), 0)
     for kind, data in _walk(payload):
-        if kind in names:
-            spent[names[Section(kind)]] += len(data)
+        if kind in _KINDS_OF_BYTES:
+            spent[_KINDS_OF_BYTES[kind]] += len(data)
     return spent | {"header": len(payload) - sum(spent.values())}
