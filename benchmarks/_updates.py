@@ -58,7 +58,7 @@ def train(net: nn.Module, data: Data, batches: Sequence[Tensor], lr: float) -> N
     optimizer = torch.optim.SGD(net.parameters(), lr=lr)
     for batch in batches:
         optimizer.zero_grad()
-        F.cross_entropy(net(data[0][batch]), data[1][batch]).backward()
+        F.cross_entropy(net(data[0][batch]), data[1][batch]).backward()  # type: ignore[no-untyped-call]
         optimizer.step()
 
 
@@ -70,8 +70,8 @@ def local_epoch(data: Data, steps: int = 500, samples: int = 1000, lr: float = 0
     count = len(data[0])
     train(net, data, [torch.randint(count, (32,), generator=draw) for _ in range(steps)], lr)
     before = {name: value.clone() for name, value in net.state_dict().items()}
-    own = torch.randperm(count, generator=draw)[:samples].split(32)
+    own = torch.randperm(count, generator=draw)[:samples]
     started = time.perf_counter()
-    train(net, data, own, lr)
+    train(net, data, torch.split(own, 32), lr)
     seconds = time.perf_counter() - started
     return LocalEpoch({n: v - before[n] for n, v in net.state_dict().items()}, seconds)

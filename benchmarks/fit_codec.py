@@ -8,10 +8,10 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-import _updates
 import torch
 from torch import Tensor
 
+import _updates
 from anycostfl import codec, models
 from anycostfl.codec.fit import fit_update
 

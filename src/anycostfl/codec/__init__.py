@@ -2,7 +2,7 @@
 
 `compress` sparsifies, quantizes and encodes so that the payload has at most β·32·J bits, J being
 the number of elements; `decompress` needs the payload and the shapes the server already knows.
-The bytes are described in docs/wire-format.md, the deviations from the paper in docs/decisions/0010.
+docs/wire-format.md describes the bytes, docs/decisions/0010 the deviations from the paper.
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import numba
 
@@ -16,5 +16,4 @@ def compiled(loop: Loop) -> Loop:
     No fast-math: IEEE results, so every CPU decodes the same bytes to the same values. Numba does
     not check indices, so a loop that reads a payload checks them itself.
     """
-    machine_code: Loop = numba.njit(cache=True, nogil=True)(loop)
-    return machine_code
+    return cast(Loop, numba.njit(cache=True, nogil=True)(loop))

@@ -18,7 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from anycostfl.codec.compiled import compiled
-from anycostfl.codec.kernels import Bytes, Ints, Symbols
+from anycostfl.codec.kernels import Bytes, Ints, Symbols, Whole
 from anycostfl.codec.varint import Reader, varint
 from anycostfl.types import PayloadError
 
@@ -142,7 +142,7 @@ def _from_gaps(reader: Reader, kernels: int, chosen: int) -> Bools:
 
 
 @compiled
-def _golomb_read(
+def _golomb_read(  # noqa: PLR0917 - a compiled loop takes arrays, not objects
     data: Bytes, parameter: int, width: int, cutoff: int, chosen: int, mask: Bools
 ) -> int:
     at, end, place = 0, data.size * 8, -1
@@ -253,7 +253,7 @@ def token_count(symbols: int) -> int:
 
 
 @compiled
-def _token(symbol: int) -> int:
+def _token(symbol: Whole) -> Whole:
     if symbol < 1 << DIRECT:
         return symbol
     spare = _spare_bits(symbol)
@@ -263,7 +263,7 @@ def _token(symbol: int) -> int:
 
 
 @compiled
-def _spare_bits(symbol: int) -> int:
+def _spare_bits(symbol: Whole) -> int:
     spare = 0
     while symbol >> spare >= 2 << MANTISSA:
         spare += 1
@@ -377,7 +377,7 @@ def decode_levels(data: bytes, precision: int, freq: Ints, count: int) -> Tokens
 
 
 @compiled
-def _rans_read(
+def _rans_read(  # noqa: PLR0917 - a compiled loop takes arrays, not objects
     state: np.uint64,
     words: Words,
     precision: np.uint64,

@@ -15,6 +15,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from hashlib import blake2s
 from math import prod
+from typing import Any
 
 import numpy as np
 import torch
@@ -32,6 +33,7 @@ Doubles = NDArray[np.float64]
 Ints = NDArray[np.int64]
 Symbols = NDArray[np.uint32]
 Bytes = NDArray[np.uint8]
+Whole = int | np.signedinteger[Any]
 
 
 @dataclass(frozen=True, slots=True)
@@ -232,7 +234,7 @@ def _key(seed: int) -> np.uint64:
 
 @compiled
 def _uniform(key: np.uint64, index: int) -> float:
-    # Counter-based: SplitMix64's mixing of the key and the index, top 53 bits as a double in [0, 1).
+    # Counter-based: SplitMix64's mixing of key and index; its top 53 bits as a double in [0, 1).
     z = key + (np.uint64(index) + np.uint64(1)) * np.uint64(0x9E3779B97F4A7C15)
     z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
@@ -241,7 +243,7 @@ def _uniform(key: np.uint64, index: int) -> float:
 
 
 @compiled
-def _point(symbol: int, u_min: float, u_max: float, step: float) -> np.float32:
+def _point(symbol: Whole, u_min: float, u_max: float, step: float) -> np.float32:
     # One multiplication and one addition in float64, each exactly rounded: the same on every CPU.
     if u_min > 0:
         if symbol == 0:
@@ -259,7 +261,7 @@ def _points(symbols: Symbols, u_min: float, u_max: float, step: float) -> Floats
 
 
 @compiled
-def _quantize(
+def _quantize(  # noqa: PLR0917 - a compiled loop takes arrays, not objects
     flat: Floats,
     start: Ints,
     length: Ints,
@@ -276,7 +278,7 @@ def _quantize(
         for j in range(start[k], start[k] + length[k]):
             magnitude = abs(flat[j])
             negative[at] = flat[j] < 0
-            symbol = 0
+            symbol: Whole = 0
             if magnitude > 0:
                 symbol = min(last, first + int((magnitude - u_min) * scale))
                 below = _point(symbol, u_min, u_max, step)
@@ -300,7 +302,7 @@ def dequantize(symbols: Symbols, signs: Bytes, grid: Grid, spans: Spans, size: i
 
 
 @compiled
-def _dequantize(
+def _dequantize(  # noqa: PLR0917 - a compiled loop takes arrays, not objects
     symbols: Symbols,
     signs: Bytes,
     bounds: tuple[float, float, float],

@@ -2,8 +2,8 @@
 
 The fitted function (`fit`) is the first guess. Then, for levels L around it, one sweep through the
 kernels from the largest norm down finds how many the budget pays for, and the error that leaves:
-Σ ‖u[k]‖² over the dropped ones plus Σ (|u| − Q_l)(Q_{l+1} − |u|), the variance of the draw, over the
-kept ones. The best L is encoded for real, and the number of kernels corrected until it fits.
+Σ ‖u[k]‖² over the dropped ones plus, over the kept ones, Σ (|u| − Q_l)(Q_{l+1} − |u|), which is the
+variance of the draw. The best L is encoded for real, the number of kernels corrected till it fits.
 
 Deviation: the paper stops at the fitted function; its misses would break the budget.
 """
@@ -197,7 +197,7 @@ class _Sweep:
 
 
 @compiled
-def _sweep(
+def _sweep(  # noqa: PLR0917 - a compiled loop takes arrays, not objects
     flat: Floats,
     start: Ints,
     length: Ints,
@@ -236,7 +236,7 @@ def _sweep(
 @compiled
 def _level_bits(counts: Doubles, elements: int) -> float:
     # Entropy of the levels plus one sign for every level above 0.
-    bits = elements * np.log2(np.float64(elements)) + elements - counts[0]
+    bits: float = elements * np.log2(np.float64(elements)) + elements - counts[0]
     for count in counts:
         if count > 0:
             bits -= count * np.log2(count)
@@ -256,4 +256,5 @@ def _mask_bits(kept: int, kernels_sent: int) -> float:
     share = kept / kernels_sent
     if share in {0.0, 1.0}:
         return 0.0
-    return -kernels_sent * (share * np.log2(share) + (1 - share) * np.log2(1 - share))
+    per_kernel: float = share * np.log2(share) + (1 - share) * np.log2(1 - share)
+    return -kernels_sent * per_kernel
