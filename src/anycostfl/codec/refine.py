@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from math import log2
+from math import isqrt, log2
 
 import numpy as np
 
@@ -22,7 +22,6 @@ from anycostfl.codec.kernels import Doubles, Floats, Ints
 
 SWEPT_ELEMENTS = 100_000  # enough for 1 % in size; a larger update is swept in strides
 FILLED = 0.992
-TRIES = 48
 AIM = 0.997  # of the budget: the sweep's size is an estimate
 TOP_EXPONENT = 31  # L = 46,341 at most in the sweep: by then every kernel is kept
 SECTION_BYTES = 10
@@ -92,38 +91,57 @@ def fill(draft: Draft, budget: int, guess: Guess) -> bytes:
     if not draft.order.size:
         return wire.pack(None, draft.tie)
     levels, start = choose(draft, budget, guess)
-    kept, payload = _largest(
-        lambda k: draft.encode(k, levels),
-        lambda k, size: round(k * AIM * budget / size),
-        (start, draft.order.size),
-        budget,
-    )
+    kept, payload = _most_kernels(draft, levels, start, budget)
     if payload is None:  # not one kernel at this L: the coarsest points are the last resort
-        payload = draft.encode(1, 1)
-        return payload if len(payload) <= budget else wire.pack(None, draft.tie)
-    if len(payload) >= FILLED * budget:
-        return payload
-    # Whole kernels are too coarse to use the rest, or none is left: finer points can.
-    bits = 8 / int(draft.spans.length[draft.order[:kept]].sum())
-    _, finer = _largest(
-        lambda count: draft.encode(kept, count),
-        lambda count, size: round(count * 2 ** min(4.0, bits * (AIM * budget - size))),
-        (levels + max(1, levels // 16), kernels.MAX_LEVELS),
+        levels = 1
+        kept, payload = _most_kernels(draft, levels, 1, budget)
+    if payload is None:
+        return wire.pack(None, draft.tie)
+    if len(payload) < FILLED * budget:
+        # Whole kernels are too coarse to use the rest, or none is left: finer points can.
+        finer, better = _most_levels(draft, kept, levels, budget)
+        levels, payload = (finer, better) if better is not None else (levels, payload)
+    if len(payload) < FILLED * budget:
+        # One level more is too much for all of these kernels, but not for most of them.
+        _, other = _most_kernels(draft, min(levels + 1, kernels.MAX_LEVELS), kept, budget)
+        payload = max(payload, other or b"", key=len)
+    return payload
+
+
+def _most_kernels(draft: Draft, levels: int, start: int, budget: int) -> tuple[int, bytes | None]:
+    return _largest(
+        lambda kept: draft.encode(kept, levels),
+        lambda kept, size: round(kept * AIM * budget / size),
+        range(1, draft.order.size + 1),
+        start,
         budget,
     )
-    return payload if finer is None or len(finer) < len(payload) else finer
 
 
-def _largest(
+def _most_levels(draft: Draft, kept: int, above: int, budget: int) -> tuple[int, bytes | None]:
+    bits = 8 / int(draft.spans.length[draft.order[:kept]].sum())
+    # What is exact already stays as large as it is at any L, so this search must end soon.
+    return _largest(
+        lambda levels: draft.encode(kept, levels),
+        lambda levels, size: round(levels * 2 ** min(4.0, bits * (AIM * budget - size))),
+        range(above + 1, kernels.MAX_LEVELS + 1),
+        above + max(1, above // 16),
+        budget,
+        tries=24,
+    )
+
+
+def _largest(  # noqa: PLR0917 - a search has bounds, a start and an end
     encode: Callable[[int], bytes],
     propose: Callable[[int, int], int],
-    start_and_most: tuple[int, int],
+    numbers: range,
+    start: int,
     budget: int,
+    tries: int = 48,
 ) -> tuple[int, bytes | None]:
     """Search the largest number whose encoding fits; stop once the budget is nearly used."""
-    at, most = start_and_most
-    fits, fails, best = 0, most + 1, None
-    for attempt in range(TRIES):
+    at, fits, fails, best = start, numbers.start - 1, numbers.stop, None
+    for attempt in range(tries if numbers else 0):
         at = min(max(at, fits + 1), fails - 1)
         payload = encode(at)
         if len(payload) <= budget:
@@ -133,7 +151,7 @@ def _largest(
         if fails - fits <= 1 or (best is not None and len(best) >= FILLED * budget):
             break
         # Proposals converge in two or three steps; halving now and then makes sure of an end.
-        at = propose(at, len(payload)) if attempt % 4 < 3 else (fits + fails) // 2
+        at = propose(at, len(payload)) if attempt % 4 < 3 else isqrt(fits * fails)
     return fits, best
 
 
@@ -148,9 +166,10 @@ def choose(draft: Draft, budget: int, guess: Guess) -> tuple[int, int]:
         return seen[exponent][0]
 
     best = min(max(round(2 * log2(guess.levels)), 0), TOP_EXPONENT)
-    for direction in (-1, 1):
-        while 0 <= best + direction <= TOP_EXPONENT and error(best + direction) <= error(best):
-            best += direction
+    while best > 0 and error(best - 1) <= error(best):
+        best -= 1
+    while best < TOP_EXPONENT and error(best + 1) < error(best):
+        best += 1
     kept = max(1, seen[best][1])
     # The sweep's step belongs to the largest of all elements; the kept ones may reach less far.
     reach = draft.norms.largest[draft.order[:kept]].max() / draft.norms.largest.max()
