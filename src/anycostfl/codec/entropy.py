@@ -48,7 +48,7 @@ def encode_mask(kept: Bools) -> bytes:
     rare_kept = 2 * np.count_nonzero(kept) <= kept.size
     gaps = gaps_between(kept if rare_kept else ~kept)
     parameter = best_parameter(gaps)
-    if golomb_bits(gaps, parameter) < kept.size:
+    if golomb_bits(gaps, parameter) + 8 * len(varint(parameter)) < kept.size:
         coding = MaskCoding.GOLOMB_KEPT if rare_kept else MaskCoding.GOLOMB_DROPPED
         return bytes([coding]) + golomb(gaps, parameter)
     return bytes([MaskCoding.BITMAP]) + np.packbits(kept, bitorder="little").tobytes()
@@ -116,6 +116,11 @@ def _remainder_code(parameter: int) -> tuple[int, int]:
 
 
 @compiled
+def _bit(data: Bytes, at: int) -> np.int64:
+    return (np.int64(data[at >> 3]) >> (at & 7)) & 1
+
+
+@compiled
 def _golomb_write(gaps: Ints, parameter: int, width: int, cutoff: int, out: Bytes) -> None:
     at = 0
     for gap in gaps:
@@ -145,23 +150,25 @@ def _from_gaps(reader: Reader, kernels: int, chosen: int) -> Bools:
 def _golomb_read(  # noqa: PLR0917 - a compiled loop takes arrays, not objects
     data: Bytes, parameter: int, width: int, cutoff: int, chosen: int, mask: Bools
 ) -> int:
-    at, end, place = 0, data.size * 8, -1
+    at, end = 0, data.size * 8
+    place: Whole = -1
     for _ in range(chosen):
         quotient = 0
-        while at < end and not (data[at >> 3] >> (at & 7)) & 1:
+        while at < end and not _bit(data, at):
             quotient += 1
             at += 1
         at += 1
-        rest, bits = 0, max(0, width - 1)
+        bits = max(0, width - 1)
+        rest: Whole = 0
         if at + bits > end:
             return -1
         for _ in range(bits):
-            rest = 2 * rest + ((data[at >> 3] >> (at & 7)) & 1)
+            rest = 2 * rest + _bit(data, at)
             at += 1
         if width > 0 and rest >= cutoff:
             if at >= end:
                 return -1
-            rest = 2 * rest + ((data[at >> 3] >> (at & 7)) & 1) - cutoff
+            rest = 2 * rest + _bit(data, at) - cutoff
             at += 1
         place += quotient * parameter + rest + 1
         if place >= mask.size:
@@ -170,7 +177,7 @@ def _golomb_read(  # noqa: PLR0917 - a compiled loop takes arrays, not objects
     if end - at >= 8:
         return -1
     while at < end:  # what fills the last byte is zero
-        if (data[at >> 3] >> (at & 7)) & 1:
+        if _bit(data, at):
             return -1
         at += 1
     return 1
@@ -317,7 +324,7 @@ def _detokenize(tokens: Tokens, spare: Bytes, symbols: int, out: Symbols) -> int
         if at + bits > end:
             return -1
         for b in range(bits):
-            symbol |= np.int64((spare[at >> 3] >> (at & 7)) & 1) << b
+            symbol |= _bit(spare, at) << b
             at += 1
         if symbol >= symbols:
             return -1

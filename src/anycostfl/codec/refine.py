@@ -24,7 +24,7 @@ SWEPT_ELEMENTS = 100_000  # enough for 1 % in size; a larger update is swept in 
 FILLED = 0.992
 AIM = 0.997  # of the budget: the sweep's size is an estimate
 TOP_EXPONENT = 31  # L = 46,341 at most in the sweep: by then every kernel is kept
-SECTION_BYTES = 10
+TENSOR_BYTES, OTHER_BYTES = 8, 28  # what sections take besides masks, tables, levels, signs
 
 
 @dataclass(frozen=True, slots=True)
@@ -165,7 +165,10 @@ def choose(draft: Draft, budget: int, guess: Guess) -> tuple[int, int]:
             seen[exponent] = sweep.run(round(2 ** (exponent / 2)))
         return seen[exponent][0]
 
-    best = min(max(round(2 * log2(guess.levels)), 0), TOP_EXPONENT)
+    # With more points than elements every point costs an entry of the table, whatever their number:
+    # a plateau to stay away from. Below it the error has one minimum.
+    sensible = min(guess.levels, max(1, draft.flat.size // 64))
+    best = min(round(2 * log2(sensible)), TOP_EXPONENT)
     while best > 0 and error(best - 1) <= error(best):
         best -= 1
     while best < TOP_EXPONENT and error(best + 1) < error(best):
@@ -190,11 +193,12 @@ class _Sweep:
     @classmethod
     def of(cls, draft: Draft, budget: int, sparsity: float) -> _Sweep:
         """Sample so that about `SWEPT_ELEMENTS` are swept if the guess of ρ is right."""
-        guessed = int((1 - sparsity) * draft.flat.size)
+        count = draft.spans.start.size
+        guessed = draft.flat.size * kernels.kept_for(sparsity, count) // count
         stride = max(1, guessed // SWEPT_ELEMENTS)
         energy = draft.norms.energy[draft.order]
         dropped = np.append(energy[::-1].cumsum()[::-1], 0.0)
-        fixed = wire.OVERHEAD + SECTION_BYTES * (min(len(draft.parts), 8) + 4)
+        fixed = wire.OVERHEAD + TENSOR_BYTES * min(len(draft.parts), 8) + OTHER_BYTES
         return cls(
             draft.flat,
             draft.spans.take(draft.order[stride // 2 :: stride]),
