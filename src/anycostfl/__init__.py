@@ -1,6 +1,7 @@
 """Train one model across devices of very different speed, radio and battery (AnycostFL)."""
 
 from anycostfl.aggregate import optimal_weights
+from anycostfl.codec import compress, decompress
 from anycostfl.planner import plan_strategies
 from anycostfl.shrink import ElasticModel, SubModel, WidthPlan, recalibrate
 from anycostfl.types import (
@@ -10,6 +11,7 @@ from anycostfl.types import (
     InfeasibleBudget,
     Limits,
     NotShrinkable,
+    PayloadError,
     ShapeMismatch,
     TraceError,
     UnknownName,
@@ -26,6 +28,7 @@ __all__ = [
     "InfeasibleBudget",
     "Limits",
     "NotShrinkable",
+    "PayloadError",
     "ShapeMismatch",
     "SubModel",
     "TraceError",
@@ -33,6 +36,8 @@ __all__ = [
     "Update",
     "WidthPlan",
     "Workload",
+    "compress",
+    "decompress",
     "make_devices",
     "optimal_weights",
     "plan_strategies",

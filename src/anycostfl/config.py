@@ -42,6 +42,11 @@ class Training:
 
     learning_rate: Positive
     batch: Count
+    momentum: Annotated[float, Interval(0.0, 1.0)] = 0.0
+    weight_decay: Annotated[float, Interval(0.0)] = 0.0
+    clip_norm: Annotated[float, Interval(0.0)] = 0.0  # 0 is off
+    precision: Annotated[str, OneOf(("auto", "fp32", "bf16"))] = "auto"
+    channels_last: bool = True
 
     def __post_init__(self) -> None:
         check_fields(self)
@@ -52,6 +57,7 @@ class Data:
     """The dataset and how it is split over the fleet."""
 
     name: str
+    path: str = ""
     partition: Annotated[str, OneOf(("iid", "dirichlet"))] = "iid"
     concentration: Positive = 0.5
 
@@ -64,6 +70,7 @@ class Model:
     """The architecture, a file of `anycostfl.models`."""
 
     name: str
+    widths: Annotated[str, OneOf(("sqrt", "fast"))] = "sqrt"
 
     def __post_init__(self) -> None:
         check_fields(self)
@@ -85,6 +92,8 @@ class Run:
     target_accuracy: Annotated[float, Interval(0.0, 1.0)]
     method: str = "anycostfl"
     seed: Annotated[int, Interval(0.0)] = 0
+    evaluate_every: Count = 1
+    checkpoint_every: Count = 5
 
     def __post_init__(self) -> None:
         check_fields(self)

@@ -97,6 +97,24 @@ def needed_budgets(strategies: Strategies, devices: Devices, i: int) -> str:
     return f"{slower}, or {seconds:.4g} s with {strategies.least_energy_j[i]:.4g} J"
 
 
+def fixed_strategies(
+    devices: Devices, workload: Workload, *, alpha: FloatArray, beta: FloatArray
+) -> Strategies:
+    """Given α and β, the slowest clock that meets the latency budget; nobody sits out.
+
+    For methods that know no budgets: energy is what it costs, and a device too slow for the
+    latency budget (or whose upload alone breaks it) is late.
+    """
+    cycles = cost.compute_cycles(devices, workload) * alpha
+    upload = cost.upload_time_s(alpha, beta, workload.size_bits, devices.rate_bps)
+    left = np.where(upload < devices.latency_s, devices.latency_s - upload, devices.latency_s)
+    frequency = _clip_frequency(_pose(devices, workload), cycles / left)
+    everyone = np.ones(len(devices), np.bool_)
+    return _describe(
+        devices, workload, Limits(), (alpha, beta, frequency), shown=everyone, feasible=everyone
+    )
+
+
 def closed_form(
     devices: Devices, workload: Workload, limits: Limits, *, clipped: bool = False
 ) -> Strategies:

@@ -44,10 +44,12 @@ def train(
     layout = torch.channels_last if wide else torch.contiguous_format
     module.to(memory_format=layout)  # type: ignore[call-overload]
     module.train()
-    weights = [p for p in module.parameters() if p.requires_grad]
+    weights: list[Tensor] = [p for p in module.parameters() if p.requires_grad]
     velocity = [torch.zeros_like(w) for w in weights] if options.momentum else []
     for _ in range(options.epochs):
-        for chosen in torch.randperm(len(labels), generator=generator).split(options.batch):
+        order = torch.randperm(len(labels), generator=generator)
+        for start in range(0, len(order), options.batch):
+            chosen = order[start : start + options.batch]
             batch = images[chosen].contiguous(memory_format=layout)
             with torch.autocast(labels.device.type, torch.bfloat16, enabled=options.bf16):
                 logits = module(batch)
@@ -80,8 +82,9 @@ def count_correct(module: nn.Module, images: Tensor, labels: Tensor, batch: int 
     """How many images the module classifies rightly, in evaluation mode."""
     module.eval()
     correct = 0
-    for some, truth in zip(images.split(batch), labels.split(batch), strict=True):
-        correct += int((module(some).argmax(1) == truth).sum())
+    for start in range(0, len(labels), batch):
+        chosen = slice(start, start + batch)
+        correct += int((module(images[chosen]).argmax(1) == labels[chosen]).sum())
     return correct
 
 

@@ -36,6 +36,18 @@ class ShapeMismatch(AnycostError, ValueError):  # noqa: N818 - reads as what hap
     """A state whose keys or shapes are not those of the model."""
 
 
+class BetaError(AnycostError, ValueError):
+    """A compression rate outside (0, 1], or too low for even an empty payload."""
+
+
+class UpdateError(AnycostError, ValueError):
+    """An update that cannot be sent: not floating point, or not finite."""
+
+
+class PayloadError(AnycostError, ValueError):
+    """Bytes that are not a payload of the expected plan."""
+
+
 class UnknownName(AnycostError, LookupError):  # noqa: N818 - reads as what happened
     """A model, preset, method or profile that does not exist."""
 
@@ -69,7 +81,7 @@ class ModelSpec:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Update:
-    """Values per tensor, and a mask of the same shape that says which of them were sent."""
+    """A decoded update ũ and its mask m: both by parameter name, values 0 outside the mask."""
 
     values: dict[str, Tensor]
     masks: dict[str, Tensor]
@@ -379,3 +391,72 @@ def _too_spread(name: str, std: float | None, mean: float | None) -> str:
         return f"{name}: given {std:g}, allowed only beside a mean"
     limit = mean / math.sqrt(3.0)
     return "" if std < limit else f"{name}: given {std:g}, allowed less than {limit:.4g} (mean/√3)"
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceRecord:
+    """What one device of a cohort did, and what it paid."""
+
+    device: int
+    status: str  # "ok", "sat out: …" or "refused: …"
+    samples: int
+    distance_m: float
+    rate_bps: float
+    budget_j: float
+    alpha: float = 0.0
+    beta: float = 0.0
+    frequency_hz: float = 0.0
+    gain: float = 0.0
+    flops_ratio: float = 0.0
+    weight: float = 0.0
+    bytes_up: int = 0
+    bytes_down: int = 0
+    compute_s: float = 0.0
+    upload_s: float = 0.0
+    compute_j: float = 0.0
+    upload_j: float = 0.0
+    binds: tuple[str, ...] = ()
+
+    @property
+    def latency_s(self) -> float:
+        """Computing, then uploading."""
+        return self.compute_s + self.upload_s
+
+    @property
+    def energy_j(self) -> float:
+        """Of computing and of uploading."""
+        return self.compute_j + self.upload_j
+
+
+@dataclass(frozen=True, slots=True)
+class RoundRecord:
+    """One round: how good the model is after it, and what each device of the cohort did."""
+
+    round: int
+    accuracy: float | None
+    devices: tuple[DeviceRecord, ...]
+
+    @property
+    def latency_s(self) -> float:
+        """The round lasts as long as its slowest device."""
+        return max((d.latency_s for d in self.devices), default=0.0)
+
+    @property
+    def energy_j(self) -> float:
+        """Of all devices together."""
+        return sum(d.energy_j for d in self.devices)
+
+    @property
+    def bytes_up(self) -> int:
+        """All payloads."""
+        return sum(d.bytes_up for d in self.devices)
+
+    @property
+    def bytes_down(self) -> int:
+        """All sub-models."""
+        return sum(d.bytes_down for d in self.devices)
+
+    @property
+    def gain(self) -> float:
+        """The global learning gain g_t: the mean over the cohort (Definition 3)."""
+        return sum(d.gain for d in self.devices) / max(len(self.devices), 1)

@@ -1,4 +1,4 @@
-"""AnycostFL (Li et al., 2023): the best strategy under each device's budgets, all-in-one weights."""
+"""AnycostFL (Li et al., 2023): the best strategy that every device can afford, each round."""
 
 from __future__ import annotations
 

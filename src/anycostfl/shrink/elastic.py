@@ -6,10 +6,11 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
-from anycostfl.coupling import Coupling, tensors_of
+from anycostfl.coupling import Coupling, Slot, tensors_of
 from anycostfl.shrink.order import Order, permute, sorting_order
 from anycostfl.shrink.verify import verified_recipe
 from anycostfl.shrink.widths import RULES, Dial, WidthPlan, make_plan, put, take
@@ -39,7 +40,6 @@ class ElasticModel:
         self.module = module
         self.rule = rule
         self._recipe = verified_recipe(module, [_at_least_two(x) for x in example_inputs])
-        self._plans: dict[float, WidthPlan] = {}
 
     @property
     def coupling(self) -> Coupling:
@@ -82,15 +82,20 @@ class ElasticModel:
 
     def plan(self, alpha: float) -> WidthPlan:
         """What a sub-model of factor α keeps."""
-        if alpha not in self._plans:
-            self._plans[alpha] = make_plan(
-                self.coupling,
-                self._recipe.dials,
-                tensors_of(self.module),
-                alpha,
-                RULES[self.rule],
-            )
-        return self._plans[alpha]
+        state, rule = tensors_of(self.module), RULES[self.rule]
+        return make_plan(self.coupling, self._recipe.dials, state, alpha, rule)
+
+    def blocks(self) -> dict[str, int]:
+        """For every matrix whose inputs come in blocks: how many one channel owns (after flatten).
+
+        The codec keeps or drops such a block as one kernel.
+        """
+        return {
+            slot.tensor: slot.owned
+            for group in self.coupling.groups
+            for slot in group.slots
+            if slot.dim == 1 and slot.owned > 1 and _consecutive(slot)
+        }
 
     def shrink(self, alpha: float) -> SubModel:
         """A smaller dense nn.Module of factor α with the same state_dict keys (Sec. III-B.2)."""
@@ -132,6 +137,10 @@ class ElasticModel:
         ]
         if problems:
             raise ShapeMismatch("this state does not fit the model: " + "; ".join(problems))
+
+
+def _consecutive(slot: Slot) -> bool:
+    return bool((np.diff(slot.index, axis=1) == 1).all())
 
 
 def _at_least_two(example: Any) -> Any:

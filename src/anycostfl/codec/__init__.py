@@ -1,0 +1,128 @@
+"""The update codec (Sec. III-C): an update becomes real bytes at any rate β, and comes back.
+
+`compress` sparsifies, quantizes and encodes so that the payload has at most β·32·J bits, J being
+the number of elements; `decompress` needs the payload and the shapes the server already knows.
+docs/wire-format.md describes the bytes, docs/decisions/0010 the deviations from the paper.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from anycostfl.codec import entropy, kernels, wire
+from anycostfl.codec.fit import Fit, load_fit
+from anycostfl.codec.refine import Draft, fill
+from anycostfl.types import BetaError, PayloadError, Update, UpdateError
+
+__all__ = ["byte_budget", "compress", "decompress"]
+
+DEFAULT_FIT = "fmnist"
+
+
+def compress(
+    update: Mapping[str, Tensor],
+    beta: float,
+    *,
+    seed: int,
+    blocks: Mapping[str, int] | None = None,
+    binding: bytes = b"",
+    fit: Fit | None = None,
+) -> bytes:
+    """Encode an update into at most `beta`·32 bits per element.
+
+    Args:
+        update: Floating-point tensors by parameter name.
+        beta: Payload bits over 32 bits per element, in (0, 1].
+        seed: Chooses the quantizer's draws; the same seed gives the same bytes.
+        blocks: How many consecutive inputs one channel owns, per weight where it is known.
+        binding: What the payload belongs to (run, round, device, plan); the decoder checks it.
+        fit: First guess of (ρ, L) for a β; a shipped one if not given.
+
+    Raises:
+        UpdateError: If a tensor is not floating point or has an element that is not finite.
+        BetaError: If `beta` is outside (0, 1] or buys less than an empty payload.
+    """
+    shapes = {name: tuple(tensor.shape) for name, tensor in update.items()}
+    parts = kernels.lay_out(shapes, blocks or {})
+    flat = kernels.flatten(update, parts)
+    budget = byte_budget(beta, flat.size)
+    draft = Draft.of(flat, parts, seed, wire.bond(binding, shapes))
+    if not kernels.finite(draft.norms):
+        raise UpdateError(
+            f"{_not_finite(flat, parts)} has an element that is not finite in float32"
+        )
+    return fill(draft, budget, (fit or load_fit(DEFAULT_FIT)).predict(beta))
+
+
+def decompress(
+    payload: bytes, like: Mapping[str, Tensor | Sequence[int]], *, binding: bytes = b""
+) -> Update:
+    """Decode a payload for parameters shaped like `like` (tensors or shapes), as float32.
+
+    Raises:
+        PayloadError: If the payload is malformed, damaged, or not for these shapes and binding.
+    """
+    shapes = {n: tuple(x.shape if isinstance(x, Tensor) else x) for n, x in like.items()}
+    parts = kernels.lay_out(shapes, {})
+    size = sum(part.size for part in parts)
+    frame = wire.unpack(bytes(payload), wire.bond(binding, shapes), len(parts))
+    if frame is None:
+        return _shape(np.zeros(size, np.float32), np.zeros(size, np.bool_), parts, shapes)
+    spans = kernels.join([_kept_spans(section, parts) for section in frame.tensors])
+    grid = frame.grid
+    precision, freq = entropy.decode_table(frame.table, entropy.token_count(grid.symbols))
+    tokens = entropy.decode_levels(frame.levels, precision, freq, int(spans.length.sum()))
+    symbols = entropy.detokenize(tokens, frame.spare, grid.symbols)
+    signs = entropy.decode_signs(frame.signs, symbols)
+    flat = kernels.dequantize(symbols, signs, grid, spans, size)
+    return _shape(flat, kernels.cover(spans, size), parts, shapes)
+
+
+def byte_budget(beta: float, elements: int) -> int:
+    """Whole bytes that β·32 bits per element buy."""
+    if not 0 < beta <= 1:
+        raise BetaError(f"beta is {beta}; it must be in (0, 1]")
+    budget = int(beta * 4 * elements)
+    if budget < wire.OVERHEAD:
+        raise BetaError(
+            f"beta {beta:g} buys {budget} bytes for {elements} elements; even an empty payload "
+            f"takes {wire.OVERHEAD}"
+        )
+    return budget
+
+
+def _kept_spans(section: wire.TensorSection, parts: Sequence[kernels.Part]) -> kernels.Spans:
+    part = parts[section.index]
+    if section.block > part.width or not part.size:
+        raise PayloadError(f"{part.name}: kernels of {section.block} in rows of {part.width}")
+    part = kernels.Part(part.name, part.shape, part.offset, section.block)
+    if section.kept > part.kernels:
+        raise PayloadError(f"{part.name}: {section.kept} of {part.kernels} kernels kept")
+    mask = entropy.decode_mask(section.mask, part.kernels, section.kept)
+    return kernels.spans_of(part).take(np.flatnonzero(mask))
+
+
+def _shape(
+    flat: kernels.Floats,
+    mask: entropy.Bools,
+    parts: Sequence[kernels.Part],
+    names: Iterable[str],
+) -> Update:
+    values, masks = {}, {}
+    for part in parts:
+        here = slice(part.offset, part.offset + part.size)
+        values[part.name] = torch.from_numpy(flat[here]).reshape(part.shape)
+        masks[part.name] = torch.from_numpy(mask[here]).reshape(part.shape)
+    return Update({n: values[n] for n in names}, {n: masks[n] for n in names})
+
+
+def _not_finite(flat: kernels.Floats, parts: Sequence[kernels.Part]) -> str:
+    return next(
+        part.name
+        for part in parts
+        if not np.isfinite(flat[part.offset : part.offset + part.size]).all()
+    )

@@ -1,0 +1,19 @@
+"""Numba behind a typed door: `compiled` turns a loop over arrays into machine code."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, TypeVar, cast
+
+import numba
+
+Loop = TypeVar("Loop", bound=Callable[..., Any])
+
+
+def compiled(loop: Loop) -> Loop:
+    """Compile on first call and keep the machine code on disk.
+
+    No fast-math: IEEE results, so every CPU decodes the same bytes to the same values. Numba does
+    not check indices, so a loop that reads a payload checks them itself.
+    """
+    return cast(Loop, numba.njit(cache=True, nogil=True)(loop))

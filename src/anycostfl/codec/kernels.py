@@ -1,0 +1,335 @@
+"""Kernel-wise sparsification and probabilistic quantization (Sec. III-C, eqs. 2 to 4).
+
+Sparsification keeps the kernels of largest L2 norm: û[k] = u[k] if ‖u[k]‖₂ ≥ Π, else 0.
+Quantization maps |u| onto the points Q_l = u_min + l (u_max − u_min) / L and draws the upper
+neighbour with probability (|u| − Q_l) / (Q_{l+1} − Q_l), so that E[ũ] = û.
+
+Deviations (docs/decisions/0010): l runs from 0 to L, so that every |u| has an interval; where
+min |u| lies below one step, Q_0 is 0 instead of u_min, and points that are 0 need no sign; kernels
+that are exactly zero are never kept, they say nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from hashlib import blake2s
+from math import prod
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from anycostfl.codec.compiled import compiled
+from anycostfl.types import UpdateError
+
+DEFAULT_BLOCK = 32
+MAX_LEVELS = 2**24 - 2  # finer than a float32 can tell apart
+
+Floats = NDArray[np.float32]
+Doubles = NDArray[np.float64]
+Ints = NDArray[np.int64]
+Symbols = NDArray[np.uint32]
+Bytes = NDArray[np.uint8]
+Whole = int | np.signedinteger[Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """Where one tensor lies in the flat update, and how it is cut into kernels."""
+
+    name: str
+    shape: tuple[int, ...]
+    offset: int
+    block: int
+
+    @property
+    def size(self) -> int:
+        """Number of elements."""
+        return prod(self.shape)
+
+    @property
+    def width(self) -> int:
+        """Elements of one row, that is of everything one output channel owns."""
+        return row_width(self.shape)
+
+    @property
+    def kernels(self) -> int:
+        """Number of kernels; the last of a row may be shorter than `block`."""
+        return self.size // self.width * -(-self.width // self.block) if self.size else 0
+
+
+@dataclass(frozen=True, slots=True)
+class Spans:
+    """Kernels as spans of the flat update: (start, length) of each."""
+
+    start: Ints
+    length: Ints
+
+    def take(self, chosen: Ints) -> Spans:
+        """Only the chosen kernels, in the order given."""
+        return Spans(self.start[chosen], self.length[chosen])
+
+
+@dataclass(frozen=True, slots=True)
+class Norms:
+    """Per kernel: squared L2 norm, largest magnitude, least non-zero magnitude."""
+
+    energy: Doubles
+    largest: Floats
+    least: Floats
+
+
+@dataclass(frozen=True, slots=True)
+class Grid:
+    """The quantization points {Q_l}: u_min, u_max and L, as they travel."""
+
+    u_min: float
+    u_max: float
+    levels: int
+
+    @property
+    def symbols(self) -> int:
+        """Number of points, 0 among them."""
+        return self.levels + (1 if self.u_min == 0 else 2)
+
+    @property
+    def step(self) -> float:
+        """Distance between two points."""
+        return (self.u_max - self.u_min) / self.levels
+
+    def points(self) -> Floats:
+        """The magnitude of every symbol: 0 first, then Q_0 … Q_L (0 only once)."""
+        symbols = np.arange(self.symbols, dtype=np.uint32)
+        return _points(symbols, self.u_min, self.u_max, self.step)
+
+
+def row_width(shape: Sequence[int]) -> int:
+    """Elements of one row: a matrix or convolution has one row per output, a vector is one row."""
+    return prod(shape[1:]) if len(shape) > 1 else prod(shape)
+
+
+def default_block(shape: Sequence[int]) -> int:
+    """Kernel length where nothing is known: k×k for convolutions, else blocks of 32."""
+    spatial = prod(shape[2:])
+    block = spatial if spatial > 1 else DEFAULT_BLOCK
+    return max(1, min(block, row_width(shape)))
+
+
+def lay_out(shapes: Mapping[str, Sequence[int]], blocks: Mapping[str, int]) -> list[Part]:
+    """Place the tensors one after the other, in the order of their names."""
+    parts, offset = [], 0
+    for name in sorted(shapes):
+        shape = tuple(int(n) for n in shapes[name])
+        block = blocks.get(name, default_block(shape))
+        if not 1 <= block <= max(1, row_width(shape)):
+            raise UpdateError(
+                f"{name}: a kernel of {block} inputs does not fit its rows of {row_width(shape)}"
+            )
+        parts.append(Part(name, shape, offset, block))
+        offset += parts[-1].size
+    return parts
+
+
+def spans_of(part: Part) -> Spans:
+    """Cut one tensor into kernels: every row into runs of `block`."""
+    if not part.size:
+        return Spans(np.zeros(0, np.int64), np.zeros(0, np.int64))
+    column = np.arange(0, part.width, part.block)
+    row = np.arange(part.offset, part.offset + part.size, part.width)
+    length = np.minimum(part.block, part.width - column)
+    return Spans((row[:, None] + column).ravel(), np.tile(length, row.size))
+
+
+def join(spans: Sequence[Spans]) -> Spans:
+    """The kernels of several tensors, one after the other."""
+    none = [np.zeros(0, np.int64)]
+    return Spans(
+        np.concatenate([s.start for s in spans] or none),
+        np.concatenate([s.length for s in spans] or none),
+    )
+
+
+def flatten(update: Mapping[str, Tensor], parts: Sequence[Part]) -> Floats:
+    """All tensors as one float32 vector, in layout order."""
+    flat = np.empty(sum(part.size for part in parts), np.float32)
+    for part in parts:
+        tensor = update[part.name].detach()
+        if not tensor.is_floating_point():
+            raise UpdateError(f"{part.name} is {tensor.dtype}; an update is floating point")
+        values = tensor.to("cpu", torch.float32).reshape(-1)
+        flat[part.offset : part.offset + part.size] = values.numpy()
+    return flat
+
+
+def measure(flat: Floats, spans: Spans) -> Norms:
+    """Norm and magnitudes of every kernel."""
+    return Norms(*_measure(flat, spans.start, spans.length))
+
+
+def finite(norms: Norms) -> bool:
+    """Whether every element is finite: squares of float32 never overflow a float64."""
+    return bool(np.isfinite(norms.energy).all())
+
+
+@compiled
+def _measure(flat: Floats, start: Ints, length: Ints) -> tuple[Doubles, Floats, Floats]:
+    energy = np.zeros(start.size, np.float64)
+    largest = np.zeros(start.size, np.float32)
+    least = np.full(start.size, np.inf, np.float32)
+    for k in range(start.size):
+        total, high, low = 0.0, np.float32(0), np.float32(np.inf)
+        for j in range(start[k], start[k] + length[k]):
+            magnitude = abs(flat[j])
+            total += np.float64(magnitude) * np.float64(magnitude)
+            high = max(high, magnitude)
+            if magnitude > 0:
+                low = min(low, magnitude)
+        energy[k], largest[k], least[k] = total, high, low
+    return energy, largest, least
+
+
+def rank(norms: Norms) -> Ints:
+    """Non-zero kernels, largest norm first; ties in layout order."""
+    norm = np.minimum(np.sqrt(norms.energy), np.finfo(np.float32).max).astype(np.float32)
+    # Non-negative floats sort like their bits; with the index below them every key is unique, so
+    # that any sorting algorithm gives the same order.
+    key = (np.uint64(0xFFFFFFFF) - norm.view(np.uint32)) << np.uint64(32)
+    order = np.sort(key | np.arange(norm.size, dtype=np.uint64)) & np.uint64(0xFFFFFFFF)
+    return order[: np.count_nonzero(norm)].astype(np.int64)
+
+
+def kept_for(sparsity: float, kernels: int) -> int:
+    """How many of `kernels` stay at sparsity ρ: K − ⌈ρK⌉, at least one (eq. 2)."""
+    return max(1, kernels - int(np.ceil(sparsity * kernels)))
+
+
+def grid_for(norms: Norms, kept: Ints, levels: int) -> Grid:
+    """The points between least and largest kept magnitude; from 0 if that is less than a step."""
+    u_max, u_min = float(norms.largest[kept].max()), float(norms.least[kept].min())
+    return Grid(0.0 if u_min < u_max / levels else u_min, u_max, levels)
+
+
+def quantize(flat: Floats, spans: Spans, grid: Grid, seed: int) -> tuple[Symbols, Bytes]:
+    """Draw a symbol for every element of the kernels, and whether it is negative.
+
+    The draw depends on the seed and on the element's place in the update, on nothing else.
+    """
+    symbols = np.empty(int(spans.length.sum()), np.uint32)
+    negative = np.empty(symbols.size, np.uint8)
+    _quantize(
+        flat, spans.start, spans.length, (grid.u_min, grid.u_max, grid.step), grid.symbols - 1,
+        _key(seed), symbols, negative,
+    )  # fmt: skip
+    return symbols, negative
+
+
+def _key(seed: int) -> np.uint64:
+    # Hashed, so that neighbouring seeds share nothing.
+    digest = blake2s(str(int(seed)).encode(), digest_size=8).digest()
+    return np.uint64(int.from_bytes(digest, "little"))
+
+
+@compiled
+def _uniform(key: np.uint64, index: int) -> float:
+    # Counter-based: SplitMix64's mixing of key and index; its top 53 bits as a double in [0, 1).
+    z = key + (np.uint64(index) + np.uint64(1)) * np.uint64(0x9E3779B97F4A7C15)
+    z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    z = z ^ (z >> np.uint64(31))
+    return np.float64(np.int64(z >> np.uint64(11))) * (1.0 / 9007199254740992.0)
+
+
+@compiled
+def _point(symbol: Whole, u_min: float, u_max: float, step: float) -> np.float32:
+    # One multiplication and one addition in float64, each exactly rounded: the same on every CPU.
+    if u_min > 0:
+        if symbol == 0:
+            return np.float32(0)
+        symbol -= 1
+    return np.float32(min(symbol * step + u_min, u_max))
+
+
+@compiled
+def _points(symbols: Symbols, u_min: float, u_max: float, step: float) -> Floats:
+    points = np.empty(symbols.size, np.float32)
+    for i in range(symbols.size):
+        points[i] = _point(np.int64(symbols[i]), u_min, u_max, step)
+    return points
+
+
+@compiled
+def _quantize(  # noqa: PLR0917 - a compiled loop takes arrays, not objects
+    flat: Floats,
+    start: Ints,
+    length: Ints,
+    bounds: tuple[float, float, float],
+    last: int,
+    key: np.uint64,
+    symbols: Symbols,
+    negative: Bytes,
+) -> None:
+    u_min, u_max, step = bounds
+    first, scale = (1 if u_min > 0 else 0), (1.0 / step if step > 0 else 0.0)
+    at = 0
+    for k in range(start.size):
+        for j in range(start[k], start[k] + length[k]):
+            magnitude = abs(flat[j])
+            negative[at] = flat[j] < 0
+            symbol: Whole = 0
+            if magnitude > 0:
+                symbol = min(last, first + int((magnitude - u_min) * scale))
+                below = _point(symbol, u_min, u_max, step)
+                # Points are rounded to float32: the arithmetic guess may be one too high.
+                if below > magnitude:
+                    symbol -= 1
+                    below = _point(symbol, u_min, u_max, step)
+                if below < magnitude and symbol < last:
+                    above = np.float64(_point(symbol + 1, u_min, u_max, step))
+                    symbol += _uniform(key, j) * (above - below) < np.float64(magnitude) - below
+            symbols[at] = symbol
+            at += 1
+
+
+def dequantize(symbols: Symbols, signs: Bytes, grid: Grid, spans: Spans, size: int) -> Floats:
+    """Put ±Q back into a flat update that is 0 elsewhere; `signs` has a bit per non-zero symbol."""
+    flat = np.zeros(size, np.float32)
+    bounds = (grid.u_min, grid.u_max, grid.step)
+    _dequantize(symbols, signs, bounds, spans.start, spans.length, flat)
+    return flat
+
+
+@compiled
+def _dequantize(  # noqa: PLR0917 - a compiled loop takes arrays, not objects
+    symbols: Symbols,
+    signs: Bytes,
+    bounds: tuple[float, float, float],
+    start: Ints,
+    length: Ints,
+    flat: Floats,
+) -> None:
+    u_min, u_max, step = bounds
+    at, bit = 0, 0
+    for k in range(start.size):
+        for j in range(start[k], start[k] + length[k]):
+            symbol = np.int64(symbols[at])
+            at += 1
+            if symbol > 0:
+                point = _point(symbol, u_min, u_max, step)
+                flat[j] = -point if (signs[bit >> 3] >> (bit & 7)) & 1 else point
+                bit += 1
+
+
+def cover(spans: Spans, size: int) -> NDArray[np.bool_]:
+    """The element-wise mask of the kernels."""
+    mask = np.zeros(size, np.bool_)
+    _cover(spans.start, spans.length, mask)
+    return mask
+
+
+@compiled
+def _cover(start: Ints, length: Ints, mask: NDArray[np.bool_]) -> None:
+    for k in range(start.size):
+        mask[start[k] : start[k] + length[k]] = True

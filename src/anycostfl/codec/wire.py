@@ -1,0 +1,213 @@
+"""The frame around an update: what every byte of a payload means (docs/wire-format.md).
+
+The tuple {u_min, u_max, L, m, 𝓛} of Sec. III-C.2 as bytes, with magic, version, length, what binds
+it to its plan, and a checksum. Lengths are explicit, so that a reader can skip optional sections
+of a later minor version; everything is little-endian.
+"""
+
+from __future__ import annotations
+
+import struct
+import zlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from enum import IntEnum
+from hashlib import blake2s
+from itertools import pairwise
+from math import isfinite
+
+from anycostfl.codec.kernels import MAX_LEVELS, Grid
+from anycostfl.codec.varint import Reader, varint
+from anycostfl.types import PayloadError
+
+MAGIC = b"ACFU"
+MAJOR, MINOR = 1, 0
+_HEADER = struct.Struct("<4sBBI8sI")
+_CHECKSUM = struct.Struct("<I")
+_RANGE = struct.Struct("<ff")
+OVERHEAD = _HEADER.size + _CHECKSUM.size
+CRITICAL = 0x80  # a reader that does not know such a section must refuse the payload
+MAX_LENGTH = 2**32 - 1
+
+
+class Section(IntEnum):
+    """Sections of version 1, in the order in which they appear."""
+
+    TENSOR = 0x81
+    RANGE = 0x82
+    TABLE = 0x83
+    LEVELS = 0x84
+    SPARE = 0x85
+    SIGNS = 0x86
+
+
+_KNOWN = frozenset(int(section) for section in Section)
+_ORDERS = (
+    [Section.RANGE, Section.TABLE, Section.LEVELS, Section.SIGNS],
+    [Section.RANGE, Section.TABLE, Section.LEVELS, Section.SPARE, Section.SIGNS],
+)
+_KINDS_OF_BYTES: dict[int, str] = {
+    Section.TENSOR: "mask",
+    Section.TABLE: "table",
+    Section.LEVELS: "levels",
+    Section.SPARE: "levels",
+    Section.SIGNS: "signs",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class TensorSection:
+    """One tensor of which something is kept: its place in name order, kernel length, mask."""
+
+    index: int
+    block: int
+    kept: int
+    mask: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Frame:
+    """Everything a payload says about the values; nothing but tensors if nothing is kept."""
+
+    tensors: tuple[TensorSection, ...]
+    grid: Grid
+    table: bytes
+    levels: bytes
+    spare: bytes
+    signs: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Bond:
+    """What ties a payload to its plan: a digest of the binding, a checksum of names and shapes."""
+
+    binding: bytes
+    shapes: int
+
+
+def bond(binding: bytes, shapes: Mapping[str, Sequence[int]]) -> Bond:
+    """Digest what both sides know. It guards against mix-ups; it does not authenticate."""
+    text = "\n".join(f"{name}:{[int(n) for n in shapes[name]]}" for name in sorted(shapes))
+    digest = blake2s(binding, digest_size=8, person=b"anycost1").digest()
+    return Bond(digest, zlib.crc32(text.encode()))
+
+
+def pack(frame: Frame | None, tie: Bond) -> bytes:
+    """Write the payload; without a frame, the one that says that nothing is kept."""
+    body = b"".join(_section(kind, data) for kind, data in _sections(frame)) if frame else b""
+    length = OVERHEAD + len(body)
+    if length > MAX_LENGTH:
+        raise PayloadError(f"a payload of {length} bytes is beyond the format's 4 GiB")
+    head = _HEADER.pack(MAGIC, MAJOR, MINOR, length, tie.binding, tie.shapes)
+    return head + body + _CHECKSUM.pack(zlib.crc32(head + body))
+
+
+def _section(kind: int, data: bytes) -> bytes:
+    return bytes([kind]) + varint(len(data)) + data
+
+
+def _sections(frame: Frame) -> list[tuple[Section, bytes]]:
+    tensors = [
+        (Section.TENSOR, varint(t.index) + varint(t.block) + varint(t.kept) + t.mask)
+        for t in frame.tensors
+    ]
+    spare = [(Section.SPARE, frame.spare)] if frame.spare else []
+    grid = _RANGE.pack(frame.grid.u_min, frame.grid.u_max) + varint(frame.grid.levels)
+    return [
+        *tensors,
+        (Section.RANGE, grid),
+        (Section.TABLE, frame.table),
+        (Section.LEVELS, frame.levels),
+        *spare,
+        (Section.SIGNS, frame.signs),
+    ]
+
+
+def unpack(payload: bytes, tie: Bond, tensors: int) -> Frame | None:
+    """Read a payload bound to `tie` for a plan of so many tensors; None if nothing is kept."""
+    minor, found = _check_frame(payload)
+    if found.binding != tie.binding:
+        raise PayloadError("the payload is bound to another run, round, device or plan")
+    if found.shapes != tie.shapes:
+        raise PayloadError("the payload was made for other parameter names or shapes")
+    known = _known(_walk(payload), minor)
+    if not known:
+        return None
+    kinds = [kind for kind, _ in known]
+    count = kinds.count(Section.TENSOR)
+    if count < 1 or kinds[count:] not in _ORDERS:
+        raise PayloadError("sections are missing, repeated or out of order")
+    parsed = tuple(_tensor(data, tensors) for _, data in known[:count])
+    if any(a.index >= b.index for a, b in pairwise(parsed)):
+        raise PayloadError("tensor sections are repeated or out of order")
+    rest = dict(known[count:])
+    return Frame(
+        parsed,
+        _grid(rest[Section.RANGE]),
+        rest[Section.TABLE],
+        rest[Section.LEVELS],
+        rest.get(Section.SPARE, b""),
+        rest[Section.SIGNS],
+    )
+
+
+def _check_frame(payload: bytes) -> tuple[int, Bond]:
+    if len(payload) < OVERHEAD:
+        raise PayloadError(f"a payload has at least {OVERHEAD} bytes, this one {len(payload)}")
+    magic, major, minor, length, binding, shapes = _HEADER.unpack_from(payload)
+    if magic != MAGIC:
+        raise PayloadError(f"not a payload: it begins with {magic!r} instead of {MAGIC!r}")
+    if major != MAJOR:
+        raise PayloadError(f"payload of format {major}.{minor}; this program reads {MAJOR}.x")
+    if length != len(payload):
+        raise PayloadError(f"the payload says {length} bytes and has {len(payload)}")
+    (checksum,) = _CHECKSUM.unpack_from(payload, length - _CHECKSUM.size)
+    if zlib.crc32(memoryview(payload)[: -_CHECKSUM.size]) != checksum:
+        raise PayloadError("the checksum does not match: the payload was damaged on its way")
+    return minor, Bond(binding, shapes)
+
+
+def _walk(payload: bytes) -> list[tuple[int, bytes]]:
+    reader = Reader(payload[_HEADER.size : -_CHECKSUM.size], "payload")
+    sections = []
+    while not reader.empty:
+        kind = reader.byte()
+        sections.append((kind, reader.take(reader.varint(0, len(payload)))))
+    return sections
+
+
+def _known(sections: Sequence[tuple[int, bytes]], minor: int) -> list[tuple[Section, bytes]]:
+    known = []
+    for kind, data in sections:
+        if kind in _KNOWN:
+            known.append((Section(kind), data))
+        elif kind & CRITICAL or minor <= MINOR:
+            raise PayloadError(f"unknown section {kind:#04x} in format {MAJOR}.{minor}")
+    return known
+
+
+def _tensor(data: bytes, tensors: int) -> TensorSection:
+    reader = Reader(data, "tensor section")
+    index = reader.varint(0, tensors - 1)
+    block, kept = reader.varint(1, 2**62), reader.varint(1, 2**62)
+    return TensorSection(index, block, kept, reader.rest())
+
+
+def _grid(data: bytes) -> Grid:
+    reader = Reader(data, "range section")
+    u_min, u_max = _RANGE.unpack(reader.take(_RANGE.size))
+    levels = reader.varint(1, MAX_LEVELS)
+    reader.finish()
+    if not (isfinite(u_min) and isfinite(u_max) and 0 <= u_min <= u_max and u_max > 0):
+        raise PayloadError(f"range [{u_min}, {u_max}] is not finite, ordered and positive")
+    return Grid(abs(u_min), u_max, levels)
+
+
+def bytes_by_section(payload: bytes) -> dict[str, int]:
+    """Where the bytes of a well-formed payload went: mask, levels, signs, table and the rest."""
+    _check_frame(payload)
+    spent = dict.fromkeys(("mask", "levels", "signs", "table"), 0)
+    for kind, data in _walk(payload):
+        if kind in _KINDS_OF_BYTES:
+            spent[_KINDS_OF_BYTES[kind]] += len(data)
+    return spent | {"header": len(payload) - sum(spent.values())}

@@ -1,0 +1,252 @@
+"""Where simulated devices run: in this process, or in a pool that shares data and weights.
+
+All tensors that matter (training data, test data, global weights) lie in shared memory. A job names
+a device and its strategy; the worker cuts the sub-model straight out of the shared weights. What
+travels back is a payload, as from a real device. Each worker computes with one thread, so results do
+not depend on how many there are.
+"""
+
+from __future__ import annotations
+
+import enum
+import multiprocessing
+import os
+import signal
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass
+from multiprocessing.connection import wait
+from typing import Protocol
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from anycostfl import methods, models
+from anycostfl.coupling import tensors_of
+from anycostfl.methods import State, Upload
+from anycostfl.shrink import ElasticModel
+from anycostfl.train import TrainOptions, count_correct, train
+from anycostfl.types import BetaError, UpdateError
+
+TEST_CHUNK = 1000
+
+
+class Purpose(enum.IntEnum):
+    """What a device draws random numbers for; part of every seed, so never reuse a number."""
+
+    SHUFFLE = 101
+    QUANTIZE = 102
+
+
+def draw_seed(seed: int, round_index: int, device: int, purpose: Purpose) -> int:
+    """A 63-bit seed that no other (seed, round, device, purpose) shares."""
+    words = np.random.SeedSequence([seed, round_index, device, int(purpose)]).generate_state(2)
+    return int(words[0]) << 31 ^ int(words[1])
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Shared:
+    """Everything a process needs to play any device; tensors are shared, the rest is small."""
+
+    model: str
+    widths: str
+    method: str
+    options: TrainOptions
+    weights: dict[str, Tensor]
+    train_images: Tensor
+    train_labels: Tensor
+    test_images: Tensor
+    test_labels: Tensor
+    samples: Tensor  # the indices of all devices' samples, one device after the other
+    ends: Tensor  # where each device's samples end
+
+    def in_shared_memory(self) -> Shared:
+        """The same with every tensor visible to other processes."""
+        for tensor in (
+            *self.weights.values(),
+            self.train_images,
+            self.train_labels,
+            self.test_images,
+            self.test_labels,
+            self.samples,
+            self.ends,
+        ):
+            tensor.share_memory_()
+        return self
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Job:
+    """What the server asks of a device: its width, how to upload, its seed, what it remembered."""
+
+    device: int
+    alpha: float
+    upload: Upload
+    seed: int
+    memory: State | None = None
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Reply:
+    """What comes back: a payload, or the reason why there is none; and what to remember."""
+
+    device: int
+    payload: bytes = b""
+    error: str = ""
+    memory: State | None = None
+
+
+class DeviceSide:
+    """Plays any device of the fleet, on the global weights as they are at that moment."""
+
+    def __init__(self, shared: Shared) -> None:
+        self.shared = shared
+        self.method = methods.load(shared.method)
+        module = models.load(shared.model).build()
+        bind(module, shared.weights)
+        self.net = ElasticModel(module, shared.train_images[:2], rule=shared.widths)
+
+    def perform(self, job: Job) -> Reply:
+        """Shrink, train, compress (Sec. III-A.1 and III-A.2)."""
+        module = self.net.shrink(job.alpha).module
+        chosen = self.samples_of(job.device)
+        update = train(
+            module,
+            self.shared.train_images[chosen],
+            self.shared.train_labels[chosen],
+            self.shared.options,
+            torch.Generator().manual_seed(job.seed),
+        )
+        try:
+            payload, memory = self.method.encode(update, job.upload, job.memory)
+        except (UpdateError, BetaError) as error:
+            return Reply(job.device, error=str(error), memory=job.memory)
+        return Reply(job.device, payload, memory=memory)
+
+    def samples_of(self, device: int) -> Tensor:
+        """The indices of a device's training samples."""
+        start = int(self.shared.ends[device - 1]) if device else 0
+        return self.shared.samples[start : int(self.shared.ends[device])]
+
+    def sample_counts(self) -> Tensor:
+        """How many samples every device of the fleet holds."""
+        return torch.diff(self.shared.ends, prepend=torch.zeros(1, dtype=self.shared.ends.dtype))
+
+    def correct(self, start: int) -> int:
+        """How many test images of one chunk the global model classifies rightly."""
+        chunk = slice(start, start + TEST_CHUNK)
+        images, labels = self.shared.test_images[chunk], self.shared.test_labels[chunk]
+        return count_correct(self.net.module, images, labels)
+
+
+def bind(module: nn.Module, tensors: Mapping[str, Tensor]) -> None:
+    """Let a module's parameters and buffers live in these tensors."""
+    for name, own in tensors_of(module).items():
+        own.data = tensors[name]
+
+
+class Executor(Protocol):
+    """Runs what devices do."""
+
+    def perform(self, jobs: Sequence[Job]) -> Iterator[Reply]:
+        """The replies, in the order of the jobs."""
+
+    def correct(self) -> int:
+        """How many of all test images the global model classifies rightly."""
+
+
+@contextmanager
+def open_executor(device_side: DeviceSide, workers: int) -> Iterator[Executor]:
+    """One worker: this process. More: a pool."""
+    if workers == 1:
+        yield InProcess(device_side)
+        return
+    with Pool(device_side, workers) as pool:
+        yield pool
+
+
+class InProcess:
+    """One device after the other."""
+
+    def __init__(self, device_side: DeviceSide) -> None:
+        self._side = device_side
+
+    def perform(self, jobs: Sequence[Job]) -> Iterator[Reply]:
+        """The replies, in the order of the jobs."""
+        return map(self._side.perform, jobs)
+
+    def correct(self) -> int:
+        """How many of all test images the global model classifies rightly."""
+        return sum(
+            map(self._side.correct, range(0, len(self._side.shared.test_labels), TEST_CHUNK))
+        )
+
+
+class Pool:
+    """Several processes; the heaviest jobs start first, replies come in the order of the jobs."""
+
+    def __init__(self, device_side: DeviceSide, workers: int) -> None:
+        self._side = device_side
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload([__name__])
+        self._pool = ProcessPoolExecutor(
+            workers, context, _start_worker, (device_side.shared.in_shared_memory(),)
+        )
+
+    def __enter__(self) -> Pool:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._pool.shutdown(wait=True, cancel_futures=True)
+
+    def perform(self, jobs: Sequence[Job]) -> Iterator[Reply]:
+        """The replies, in the order of the jobs."""
+        counts = self._side.sample_counts()
+        heaviest_first = sorted(jobs, key=lambda job: -job.alpha * float(counts[job.device]))
+        futures = {job.device: self._pool.submit(_perform, job) for job in heaviest_first}
+        return (futures[job.device].result() for job in jobs)
+
+    def correct(self) -> int:
+        """How many of all test images the global model classifies rightly."""
+        starts = range(0, len(self._side.shared.test_labels), TEST_CHUNK)
+        return sum(self._pool.map(_correct, starts))
+
+
+_worker: DeviceSide  # one per process of a pool, set when it starts
+
+
+def _start_worker(shared: Shared) -> None:
+    global _worker  # noqa: PLW0603 - a process pool has no other place for it
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the server to handle
+    threading.Thread(target=_leave_with_parent, daemon=True).start()
+    torch.set_num_threads(1)
+    _worker = DeviceSide(shared)
+
+
+def _leave_with_parent() -> None:
+    """End this process when the one that started it is gone, however it went."""
+    if (parent := multiprocessing.parent_process()) is not None:
+        wait([parent.sentinel])
+        os._exit(1)
+
+
+def _perform(job: Job) -> Reply:
+    return _worker.perform(job)
+
+
+def _correct(start: int) -> int:
+    return _worker.correct(start)
+
+
+@contextmanager
+def one_thread() -> Iterator[None]:
+    """Compute with one thread, as every worker does, so that results are the same everywhere."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
