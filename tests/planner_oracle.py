@@ -95,3 +95,51 @@ def _upload_time(columns: dict[str, Array], work: Array) -> Array:
         middle = low + width * np.argmax(left, axis=0)
         low, high = np.maximum(low, middle - width), np.minimum(high, middle + width)
     return best
+
+
+def polish(devices: Devices, workload: Workload, limits: Limits) -> Array:
+    """The best gain to rounding, by golden section in log α and bisection in log f.
+
+    Unlike `search` it takes for granted that the gain has one peak; so it is only for digits.
+    """
+    columns = {name: getattr(devices, name) for name in Devices.__slots__}
+    cycles = workload.epochs * columns["samples"] * workload.flops_per_sample
+    cycles = cycles / columns["flops_per_cycle"]
+
+    def gain(log_alpha: Array) -> Array:
+        alpha = np.exp(log_alpha)
+        left = _upload_time_by_bisection(columns, cycles * alpha)
+        beta = left * columns["rate_bps"] / (alpha * workload.size_bits)
+        # past the last affordable α the value falls on, so that the peak stays the only one
+        return np.where(
+            beta >= limits.beta_min, alpha**4 * np.minimum(beta, limits.beta_max), -alpha
+        )
+
+    low, high = np.full(len(devices), np.log(limits.alpha_min)), np.zeros(len(devices))
+    best = np.maximum(gain(low), gain(high))
+    for _ in range(75):
+        width = 0.6180339887498949 * (high - low)
+        first, second = high - width, low + width
+        at_first, at_second = gain(first), gain(second)
+        best = np.maximum(best, np.maximum(at_first, at_second))
+        rising = at_second >= at_first
+        low, high = np.where(rising, first, low), np.where(rising, high, second)
+    return np.maximum(best, 0.0)
+
+
+def _upload_time_by_bisection(columns: dict[str, Array], work: Array) -> Array:
+    low, high = np.log(columns["frequency_min_hz"]), np.log(columns["frequency_max_hz"])
+    for _ in range(58):
+        f = np.exp((low + high) / 2)
+        in_time = columns["latency_s"] - work / f
+        spent = columns["energy_coefficient"] * f**2 * work
+        slow = in_time < (columns["energy_j"] - spent) / columns["power_w"]
+        low, high = np.where(slow, (low + high) / 2, low), np.where(slow, high, (low + high) / 2)
+    best = np.full(work.shape, -np.inf)
+    for f in (np.exp(low), np.exp(high), columns["frequency_min_hz"], columns["frequency_max_hz"]):
+        spent = columns["energy_coefficient"] * f**2 * work
+        left = np.minimum(
+            columns["latency_s"] - work / f, (columns["energy_j"] - spent) / columns["power_w"]
+        )
+        best = np.maximum(best, left)
+    return best

@@ -24,7 +24,7 @@ from anycostfl.types import (
     Workload,
     make_devices,
 )
-from planner_oracle import random_devices, search
+from planner_oracle import polish, random_devices, search
 
 CNN = Workload(flops_per_sample=72_384_512, size_bits=53_227_840)
 VGG9 = Workload(flops_per_sample=810_448_896, size_bits=111_728_960)
@@ -85,6 +85,14 @@ def test_no_worse_than_brute_force_and_infeasible_exactly_where_it_is(case: int)
     # the search itself comes this close, so the comparison means something
     assert np.all(found.gain >= exact.gain * (1 - 1e-5))
     assert_within_every_constraint(exact, devices, workload, limits)
+
+
+@pytest.mark.parametrize("case", range(len(CASES)))
+def test_equals_the_true_optimum_to_nine_digits(case: int) -> None:
+    workload, limits = CASES[case]
+    devices = random_devices(np.random.default_rng(100 + case), 1500)
+    exact, true = plan_strategies(devices, workload, limits), polish(devices, workload, limits)
+    np.testing.assert_allclose(exact.gain, true, rtol=1e-9, atol=0)
 
 
 def test_all_constraints_hold_and_every_one_binds_somewhere() -> None:
