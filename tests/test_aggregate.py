@@ -1,12 +1,18 @@
-"""Theorem 1's weights are a distribution, bounded, and prefer richer updates."""
+"""Theorem 1's weights, and the element-wise aggregation against brute force."""
+
+import functools
 
 import numpy as np
 import pytest
-from hypothesis import given
+import torch
+from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch import nn
 
-from anycostfl.aggregate import LEAST_RATIO, optimal_weights
-from anycostfl.types import ConfigError
+from anycostfl import ElasticModel, models
+from anycostfl.aggregate import LEAST_RATIO, Contribution, aggregate, optimal_weights
+from anycostfl.shrink.widths import put
+from anycostfl.types import ConfigError, Update
 
 share = st.floats(0.01, 1.0)
 
@@ -43,3 +49,115 @@ def test_samples_multiply_the_weights() -> None:
     )
     with pytest.raises(ConfigError, match="samples"):
         optimal_weights([0.5], [0.1], samples=[-1])
+
+
+# --- eq. (5) ------------------------------------------------------------------------------------
+
+
+@functools.cache
+def net() -> ElasticModel:
+    torch.manual_seed(0)
+    layers = nn.Sequential(nn.Linear(3, 6), nn.ReLU(), nn.Linear(6, 5), nn.ReLU(), nn.Linear(5, 2))
+    return ElasticModel(layers, torch.randn(2, 3))
+
+
+def random_contribution(alpha: float, density: float, seed: int) -> Contribution:
+    """An update as a decoder returns it: zero outside its mask."""
+    generator = torch.Generator().manual_seed(seed)
+    plan = net().plan(alpha)
+    values, masks = {}, {}
+    for name, _ in net().module.named_parameters():
+        mask = torch.rand(plan.shapes[name], generator=generator) < density
+        values[name] = torch.randn(plan.shapes[name], generator=generator) * mask
+        masks[name] = mask
+    weight = float(torch.rand(1, generator=generator)) + 0.1
+    return Contribution(plan, Update(values, masks), weight)
+
+
+def brute_force(contributions: list[Contribution]) -> dict[str, torch.Tensor]:
+    """Eq. (5) element by element over dense global masks."""
+    state = dict(net().module.named_parameters())
+    result = {}
+    for name, weight in state.items():
+        top, bottom = torch.zeros_like(weight).double(), torch.zeros_like(weight).double()
+        for c in contributions:
+            dense = net().scatter(c.update.values, c.plan).values[name]
+            sent = net().scatter({n: m.float() for n, m in c.update.masks.items()}, c.plan)
+            top += c.weight * dense
+            bottom += c.weight * sent.values[name]
+        mean = torch.where(bottom > 0, top / bottom, 0)
+        result[name] = (weight.detach() - mean).float()
+    return result
+
+
+strategies = st.lists(
+    st.tuples(st.floats(0.05, 1), st.floats(0, 1), st.integers(0, 10**6)), min_size=0, max_size=6
+)
+
+
+@settings(deadline=None)
+@given(cohort=strategies)
+def test_equals_brute_force_on_random_widths_and_masks(
+    cohort: list[tuple[float, float, int]],
+) -> None:
+    contributions = [random_contribution(*one) for one in cohort]
+    state = dict(net().module.named_parameters())
+    result = aggregate(state, contributions)
+    for name, wanted in brute_force(contributions).items():
+        assert torch.allclose(result[name], wanted, rtol=1e-6, atol=1e-7)
+
+
+@settings(deadline=None)
+@given(cohort=strategies, seed=st.integers(0, 100))
+def test_does_not_depend_on_the_order(cohort: list[tuple[float, float, int]], seed: int) -> None:
+    contributions = [random_contribution(*one) for one in cohort]
+    shuffled = [contributions[i] for i in np.random.default_rng(seed).permutation(len(cohort))]
+    state = dict(net().module.named_parameters())
+    one, other = aggregate(state, contributions), aggregate(state, shuffled)
+    assert all(torch.allclose(one[n], other[n], rtol=1e-6, atol=1e-7) for n in one)
+
+
+def test_full_width_without_masks_is_fedavg() -> None:
+    contributions = [random_contribution(1.0, 1.0, seed) for seed in range(4)]
+    state = {n: p.detach() for n, p in net().module.named_parameters()}
+    total = sum(c.weight for c in contributions)
+    for name, new in aggregate(state, contributions).items():
+        mean = sum(c.weight / total * c.update.values[name].double() for c in contributions)
+        assert torch.allclose(new, (state[name] - mean).float(), rtol=1e-6, atol=1e-7)
+
+
+def test_nobody_leaves_the_model_unchanged() -> None:
+    state = {n: p.detach() for n, p in net().module.named_parameters()}
+    assert all(torch.equal(new, state[name]) for name, new in aggregate(state, []).items())
+
+
+def test_an_element_takes_the_value_of_its_only_sender() -> None:
+    """The illustration of the paper: wide and narrow devices, one element each way."""
+    wide, narrow = random_contribution(1.0, 1.0, 1), random_contribution(0.2, 1.0, 2)
+    state = {n: torch.zeros_like(p) for n, p in net().module.named_parameters()}
+    new = aggregate(state, [wide, narrow])["0.weight"]
+    assert torch.allclose(new[-1], -wide.update.values["0.weight"][-1])
+    assert not torch.allclose(new[0], -wide.update.values["0.weight"][0])
+
+
+def test_tensors_nobody_sends_stay() -> None:
+    state = {"0.weight": torch.ones(6, 3), "statistics": torch.ones(3)}
+    only = random_contribution(1.0, 1.0, 0)
+    sent = Update(
+        {"0.weight": only.update.values["0.weight"]}, {"0.weight": only.update.masks["0.weight"]}
+    )
+    new = aggregate(state, [Contribution(only.plan, sent, 1.0)])
+    assert torch.equal(new["statistics"], torch.ones(3))
+
+
+def test_indices_that_are_no_prefix_are_added_in_place() -> None:
+    spec = models.load("vit")
+    vit = ElasticModel(spec.build(), spec.example(2))
+    plan = vit.plan(0.25)
+    name = "blocks.0.attention.qkv.weight"
+    ones = torch.ones(plan.shapes[name])
+    update = Update({name: ones}, {name: ones.bool()})
+    new = aggregate({name: torch.zeros(384, 128)}, [Contribution(plan, update, 0.3)])[name]
+    wanted = torch.zeros(384, 128)
+    put(wanted, plan.index[name], -ones)
+    assert torch.equal(new, wanted)

@@ -8,6 +8,7 @@ key, what was given and what is allowed.
 from __future__ import annotations
 
 import difflib
+import json
 import tomllib
 import types
 from collections.abc import Mapping, Sequence
@@ -135,6 +136,34 @@ def load_profile(name: str) -> Profile:
     return _checked(
         Profile, tomllib_load(_find("profiles", name, "device profile"), name), name, []
     )
+
+
+def parse_config(text: str, source: str) -> Config:
+    """A configuration from TOML text, such as `to_toml` writes."""
+    try:
+        return _checked(Config, tomllib.loads(text), source, [])
+    except tomllib.TOMLDecodeError as error:
+        raise ConfigError([f"not TOML: {error}"], source) from error
+
+
+def to_toml(config: Config) -> str:
+    """The configuration as TOML text that reads back as the same configuration."""
+    lines = [f"summary = {_toml(config.summary)}"]
+    for section in (item.name for item in fields(config) if item.name != "summary"):
+        lines += ["", f"[{section}]"]
+        record = getattr(config, section)
+        for item in fields(record):
+            if (value := getattr(record, item.name)) is not None:
+                lines.append(f"{item.name} = {_toml(value)}")
+    return "\n".join(lines) + "\n"
+
+
+def _toml(value: str | bool | float | tuple[str, ...]) -> str:
+    if isinstance(value, tuple):
+        return f"[{', '.join(map(_toml, value))}]"
+    if isinstance(value, bool):
+        return str(value).lower()
+    return json.dumps(value, ensure_ascii=False) if isinstance(value, str) else repr(value)
 
 
 def tomllib_load(file: Traversable, name: str) -> dict[str, Any]:

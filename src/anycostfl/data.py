@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import gzip
 import io
+import math
 import os
 import struct
 from collections.abc import Callable
@@ -75,7 +76,7 @@ def _dataset(name: str, train: Part, test: Part) -> Dataset:
 
 
 def _as_tensor(images: npt.NDArray[np.generic]) -> Tensor:
-    tensor = torch.from_numpy(np.ascontiguousarray(images)).to(torch.float32)
+    tensor = torch.from_numpy(np.array(images)).to(torch.float32)
     if images.dtype == np.uint8:
         tensor = tensor / 255
     return tensor.unsqueeze(1) if tensor.dim() == 3 else tensor.permute(0, 3, 1, 2).contiguous()
@@ -117,10 +118,12 @@ def read_idx(data: bytes) -> Images:
     raw = gzip.decompress(data) if data[:2] == b"\x1f\x8b" else data
     if len(raw) < 4 or raw[:3] != b"\x00\x00\x08":
         raise ConfigError(["not an idx file of bytes"])
-    rank = raw[3]
-    shape = struct.unpack_from(f">{rank}I", raw, 4) if len(raw) >= 4 + 4 * rank else (-1,)
-    values = np.frombuffer(raw, np.uint8, offset=4 + 4 * rank)
-    if values.size != np.prod(shape):
+    head = 4 + 4 * raw[3]
+    if len(raw) < head:
+        raise ConfigError(["an idx file that ends within its header"])
+    shape = struct.unpack_from(f">{raw[3]}I", raw, 4)
+    values = np.frombuffer(raw, np.uint8, offset=head)
+    if values.size != math.prod(shape):
         raise ConfigError([f"an idx file of shape {shape} with {values.size} bytes"])
     return values.reshape(shape)
 

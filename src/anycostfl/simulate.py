@@ -8,8 +8,9 @@ cohort, so that neither the number of workers nor their order changes a result.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+import math
+from collections.abc import Generator, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -68,7 +69,9 @@ def run(config: Config, *, workers: int = 1) -> Iterator[RoundRecord]:
         yield turn.record
 
 
-def play(config: Config, *, workers: int = 1, start: Snapshot | None = None) -> Iterator[Turn]:
+def play(
+    config: Config, *, workers: int = 1, start: Snapshot | None = None
+) -> Generator[Turn, None, None]:
     """The training procedure of the paper, round after round."""
     side = prepare(config)
     net, method = side.net, side.method
@@ -92,7 +95,7 @@ def play(config: Config, *, workers: int = 1, start: Snapshot | None = None) -> 
                 profiles=profiles,
             )
             strategies = method.plan(cohort.devices, config.workload, config.limits)
-            assignments = assign(config, net, method, cohort, strategies, number)
+            assignments = assign(config, side, cohort, strategies, number)
 
             replies = executor.perform([a.job(memories) for a in assignments])
             outcomes: list[Outcome] = []
@@ -102,7 +105,8 @@ def play(config: Config, *, workers: int = 1, start: Snapshot | None = None) -> 
 
             accuracy = evaluate(side, executor) if _is_due(config, number) else None
             record = RoundRecord(number, accuracy, describe(config, cohort, strategies, outcomes))
-            yield Turn(record, Snapshot(number + 1, tensors_of(net.module), memories))
+            state = {name: t.detach().clone() for name, t in tensors_of(net.module).items()}
+            yield Turn(record, Snapshot(number + 1, state, dict(memories)))
 
 
 def _is_due(config: Config, number: int) -> bool:
@@ -113,15 +117,27 @@ def _is_due(config: Config, number: int) -> bool:
 # --- before the first round ---------------------------------------------------------------------
 
 
-def prepare(config: Config) -> DeviceSide:
-    """Load the data, split it over the fleet, initialise the global model."""
+def settle(config: Config) -> Config:
+    """Decide what is left to the machine, so that a saved configuration says it all."""
+    if config.training.precision != "auto":
+        return config
+    precision = "bf16" if bf16_pays() else "fp32"
+    return replace(config, training=replace(config.training, precision=precision))
+
+
+def load_data(config: Config) -> tuple[data.Dataset, data.Partition]:
+    """The dataset, and the samples of every device."""
     dataset = data.load(config.data.name, config.data.path)
     random = np.random.default_rng([config.run.seed, PARTITION])
     labels, devices = dataset.train_labels.numpy(), config.fleet.devices
     if config.data.partition == "iid":
-        parts = data.split_iid(labels, devices, random)
-    else:
-        parts = data.split_dirichlet(labels, devices, config.data.concentration, random)
+        return dataset, data.split_iid(labels, devices, random)
+    return dataset, data.split_dirichlet(labels, devices, config.data.concentration, random)
+
+
+def prepare(config: Config) -> DeviceSide:
+    """Load the data, split it over the fleet, initialise the global model."""
+    dataset, parts = load_data(config)
     with torch.random.fork_rng():
         torch.manual_seed(config.run.seed)
         module = models.load(config.model.name).build()
@@ -130,7 +146,7 @@ def prepare(config: Config) -> DeviceSide:
             model=config.model.name,
             widths=config.model.widths,
             method=config.run.method,
-            options=train_options(config),
+            options=train_options(settle(config)),
             weights={name: tensor.detach() for name, tensor in tensors_of(module).items()},
             train_images=dataset.train_images,
             train_labels=dataset.train_labels,
@@ -146,7 +162,7 @@ PARTITION = 201  # the purpose of the generator that splits the data
 
 
 def train_options(config: Config) -> TrainOptions:
-    """How devices train; precision "auto" is measured here."""
+    """How devices train, from a settled configuration."""
     given = config.training
     return TrainOptions(
         learning_rate=given.learning_rate,
@@ -155,7 +171,7 @@ def train_options(config: Config) -> TrainOptions:
         momentum=given.momentum,
         weight_decay=given.weight_decay,
         clip_norm=given.clip_norm,
-        bf16=given.precision == "bf16" or (given.precision == "auto" and bf16_pays()),
+        bf16=given.precision == "bf16",
         channels_last=given.channels_last,
     )
 
@@ -170,6 +186,7 @@ class Assignment:
     position: int  # in the cohort
     device: int
     plan: WidthPlan
+    shapes: Mapping[str, tuple[int, ...]]  # of what it uploads
     upload: Upload
     seed: int
     weight: float
@@ -181,36 +198,41 @@ class Assignment:
 
 
 def assign(
-    config: Config,
-    net: ElasticModel,
-    method: Method,
-    cohort: Cohort,
-    strategies: Strategies,
-    number: int,
+    config: Config, side: DeviceSide, cohort: Cohort, strategies: Strategies, number: int
 ) -> list[Assignment]:
     """One assignment for every device that can afford to take part."""
     able = np.flatnonzero(strategies.feasible)
     if not len(able):
         return []
     alpha, beta = strategies.alpha[able], strategies.beta[able]
-    weights = method.weigh(alpha, beta, cohort.devices.samples[able])
-    trained = [name for name, p in net.module.named_parameters() if p.requires_grad]
-    blocks = net.blocks()
-    assignments = []
-    for position, weight in zip(able.tolist(), weights.tolist(), strict=True):
-        device, plan = int(cohort.index[position]), net.plan(float(strategies.alpha[position]))
-        elements = sum(int(np.prod(plan.shapes[name])) for name in trained)
-        # α·β·S bits, whatever share of the parameters the sub-model really has.
-        bits = plan.alpha * strategies.beta[position] * config.workload.size_bits
-        seeds = [draw_seed(config.run.seed, number, device, purpose) for purpose in Purpose]
-        upload = Upload(
-            beta=min(1.0, float(bits) / (32 * elements)),
-            seed=seeds[1],
-            binding=binding(config, number, device, plan),
-            blocks=blocks,
-        )
-        assignments.append(Assignment(position, device, plan, upload, seeds[0], weight))
-    return assignments
+    weights = side.method.weigh(alpha, beta, cohort.devices.samples[able])
+    return [
+        _assign_one(config, side.net, strategies, number, (i, int(cohort.index[i]), weight))
+        for i, weight in zip(able.tolist(), weights.tolist(), strict=True)
+    ]
+
+
+def _assign_one(
+    config: Config,
+    net: ElasticModel,
+    strategies: Strategies,
+    number: int,
+    who: tuple[int, int, float],
+) -> Assignment:
+    position, device, weight = who
+    plan = net.plan(float(strategies.alpha[position]))
+    trained = (name for name, p in net.module.named_parameters() if p.requires_grad)
+    shapes = {name: plan.shapes[name] for name in trained}
+    # α·β·S bits, whatever share of the parameters the sub-model really has.
+    bits = plan.alpha * float(strategies.beta[position]) * config.workload.size_bits
+    upload = Upload(
+        beta=min(1.0, bits / (32 * sum(map(math.prod, shapes.values())))),
+        seed=draw_seed(config.run.seed, number, device, Purpose.QUANTIZE),
+        binding=binding(config, number, device, plan),
+        blocks=net.blocks(),
+    )
+    shuffle = draw_seed(config.run.seed, number, device, Purpose.SHUFFLE)
+    return Assignment(position, device, plan, shapes, upload, shuffle, weight)
 
 
 def binding(config: Config, number: int, device: int, plan: WidthPlan) -> bytes:
@@ -248,9 +270,8 @@ def receive(
 def _decode(method: Method, assignment: Assignment, reply: Reply) -> tuple[Update | None, str]:
     if reply.error:
         return None, reply.error
-    shapes = {n: assignment.plan.shapes[n] for n in assignment.plan.trained}
     try:
-        return method.decode(reply.payload, shapes, assignment.upload.binding), ""
+        return method.decode(reply.payload, assignment.shapes, assignment.upload.binding), ""
     except PayloadError as error:
         return None, str(error)
 
@@ -280,23 +301,22 @@ def _describe_device(
     config: Config, cohort: Cohort, strategies: Strategies, i: int, outcome: Outcome | None
 ) -> DeviceRecord:
     devices = cohort.devices
-    known = {
-        "device": int(cohort.index[i]),
-        "samples": int(devices.samples[i]),
-        "distance_m": float(cohort.distance_m[i]),
-        "rate_bps": float(devices.rate_bps[i]),
-        "budget_j": float(devices.energy_j[i]),
-    }
+    known = DeviceRecord(
+        device=int(cohort.index[i]),
+        status=f"sat out: {Reason(int(strategies.reason[i]))}",
+        samples=int(devices.samples[i]),
+        distance_m=float(cohort.distance_m[i]),
+        rate_bps=float(devices.rate_bps[i]),
+        budget_j=float(devices.energy_j[i]),
+    )
     if outcome is None:
-        why = Reason(int(strategies.reason[i]))
-        return DeviceRecord(status=f"sat out: {why}", **known)
-    plan, chosen = outcome.assignment.plan, strategies[i]
-    per_cycle = float(devices.flops_per_cycle[i])
-    flops = config.workload.epochs * known["samples"] * config.workload.flops_per_sample
-    cycles = flops * plan.flops_ratio / per_cycle
-    upload_s = 8 * len(outcome.reply.payload) / known["rate_bps"]
-    return DeviceRecord(
-        **known,
+        return known
+    plan, chosen, payload = outcome.assignment.plan, strategies[i], outcome.reply.payload
+    flops = config.workload.epochs * known.samples * config.workload.flops_per_sample
+    cycles = flops * plan.flops_ratio / float(devices.flops_per_cycle[i])
+    upload_s = 8 * len(payload) / known.rate_bps
+    return replace(
+        known,
         status=f"refused: {outcome.refusal}" if outcome.refusal else "ok",
         alpha=chosen.alpha,
         beta=chosen.beta,
@@ -304,8 +324,8 @@ def _describe_device(
         gain=chosen.gain,
         flops_ratio=plan.flops_ratio,
         weight=outcome.assignment.weight,
-        bytes_up=len(outcome.reply.payload),
-        bytes_down=4 * sum(int(np.prod(shape)) for shape in plan.shapes.values()),
+        bytes_up=len(payload),
+        bytes_down=4 * sum(map(math.prod, plan.shapes.values())),
         compute_s=cycles / chosen.frequency_hz,
         upload_s=upload_s,
         compute_j=float(devices.energy_coefficient[i]) * chosen.frequency_hz**2 * cycles,

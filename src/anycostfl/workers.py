@@ -2,8 +2,8 @@
 
 All tensors that matter (training data, test data, global weights) lie in shared memory. A job names
 a device and its strategy; the worker cuts the sub-model straight out of the shared weights. What
-travels back is a payload, as from a real device. Each worker computes with one thread, so results do
-not depend on how many there are.
+travels back is a payload, as from a real device. Each worker computes with one thread, so results
+do not depend on how many there are.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ class Shared:
             self.samples,
             self.ends,
         ):
-            tensor.share_memory_()
+            tensor.share_memory_()  # type: ignore[no-untyped-call]
         return self
 
 
@@ -134,6 +134,10 @@ class DeviceSide:
     def sample_counts(self) -> Tensor:
         """How many samples every device of the fleet holds."""
         return torch.diff(self.shared.ends, prepend=torch.zeros(1, dtype=self.shared.ends.dtype))
+
+    def test_chunks(self) -> range:
+        """Where each chunk of the test images starts."""
+        return range(0, len(self.shared.test_labels), TEST_CHUNK)
 
     def correct(self, start: int) -> int:
         """How many test images of one chunk the global model classifies rightly."""
@@ -211,8 +215,7 @@ class Pool:
 
     def correct(self) -> int:
         """How many of all test images the global model classifies rightly."""
-        starts = range(0, len(self._side.shared.test_labels), TEST_CHUNK)
-        return sum(self._pool.map(_correct, starts))
+        return sum(self._pool.map(_correct, self._side.test_chunks()))
 
 
 _worker: DeviceSide  # one per process of a pool, set when it starts

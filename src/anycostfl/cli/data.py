@@ -1,0 +1,47 @@
+"""`anycostfl data`: what a preset trains on and who holds what."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import numpy as np
+import typer
+
+from anycostfl.cli._console import emit_json, out, table
+from anycostfl.config import load_preset
+from anycostfl.report import draw_partition
+from anycostfl.simulate import load_data
+
+
+def data(
+    preset: Annotated[str, typer.Argument(help="A preset, or a .toml file")] = "demo",
+    set_: Annotated[list[str] | None, typer.Option("--set", help="section.key=value")] = None,
+    plot: Annotated[Path | None, typer.Option(help="Draw who holds what into this file")] = None,
+    json: Annotated[bool, typer.Option("--json", help="One JSON document instead")] = False,
+) -> None:
+    """Show the dataset of a preset and how it is split over the fleet."""
+    config = load_preset(preset, set_ or [])
+    dataset, parts = load_data(config)
+    labels = dataset.train_labels.numpy()
+    counts = np.stack([np.bincount(labels[part], minlength=dataset.classes) for part in parts])
+    sizes = counts.sum(1)
+    held = (counts > 0).sum(1)
+    if json:
+        emit_json({"dataset": dataset.name, "samples_per_class": counts.tolist()})
+    else:
+        rows = [
+            ("training samples", f"{len(labels):,}"),
+            ("test samples", f"{len(dataset.test_labels):,}"),
+            ("one sample", " × ".join(map(str, dataset.train_images.shape[1:]))),
+            ("classes", dataset.classes),
+            ("devices", len(parts)),
+            ("samples per device", f"{sizes.min()} … {sizes.mean():.0f} … {sizes.max()}"),
+            ("classes per device", f"{held.min()} … {held.mean():.1f} … {held.max()}"),
+        ]
+        title = f"{dataset.name}, split {config.data.partition} (least … mean … most)"
+        out.print(table(title, ("what", ">how much"), rows))
+    if plot:
+        draw_partition(counts, plot)
+        if not json:
+            out.print(f"Drawn to {plot}")

@@ -1,0 +1,285 @@
+"""A run directory: what was asked, where it ran, what happened, and where to go on.
+
+    config.toml          the resolved configuration; `anycostfl run config.toml` repeats the run
+    environment.json     versions, machine, command
+    rounds.jsonl         one round per line, the same bytes whenever the run is repeated
+    timing.jsonl         wall seconds per round, which are not
+    checkpoint-N.safetensors   the global state and all memories after N rounds
+
+A checkpoint is written beside its place and renamed into it, after the journal has reached the
+disk. So at any moment, even during a power cut, the newest checkpoint is whole and the journal
+holds at least its rounds; `open_run` cuts the journal back to them. A checkpoint carries a checksum
+of its tensors; a damaged one is passed over for the one before.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import platform
+import re
+import sys
+import time
+import zlib
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from anycostfl.types import AnycostError, DeviceRecord, RoundRecord
+
+CONFIG, ENVIRONMENT = "config.toml", "environment.json"
+JOURNAL, TIMING = "rounds.jsonl", "timing.jsonl"
+KEPT_CHECKPOINTS = 2
+
+Memories = Mapping[int, Mapping[str, Tensor]]
+
+
+class StorageError(AnycostError, OSError):
+    """A run directory that cannot be written or read; says what is still intact."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Checkpoint:
+    """The state after so many rounds."""
+
+    rounds: int
+    state: dict[str, Tensor]
+    memories: dict[int, dict[str, Tensor]]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class SavedRun:
+    """What a run directory holds."""
+
+    config: str
+    records: tuple[RoundRecord, ...]
+    checkpoint: Checkpoint | None
+    remarks: tuple[str, ...]
+
+
+class RunWriter:
+    """Writes one run directory, round by round."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self._last = time.monotonic()
+
+    @classmethod
+    def create(cls, folder: Path, config: str) -> RunWriter:
+        """Start a new run directory; one that holds a run already is left alone."""
+        if (folder / CONFIG).exists():
+            raise StorageError(
+                f"{folder} holds a run already; choose another --out, or --resume {folder}"
+            )
+        with _said(folder):
+            folder.mkdir(parents=True, exist_ok=True)
+            _write_whole(folder / ENVIRONMENT, json.dumps(environment(), indent=2).encode())
+            _write_whole(folder / JOURNAL, b"")
+            _write_whole(folder / CONFIG, config.encode())
+        return cls(folder)
+
+    def append(self, record: RoundRecord) -> None:
+        """Add a round to the journal."""
+        now = time.monotonic()
+        timing = {"round": record.round, "seconds": round(now - self._last, 4)}
+        self._last = now
+        with _said(self.folder):
+            _append(self.folder / JOURNAL, json.dumps(dataclasses.asdict(record)))
+            _append(self.folder / TIMING, json.dumps(timing))
+
+    def checkpoint(self, rounds: int, state: Mapping[str, Tensor], memories: Memories) -> None:
+        """Save the state after so many rounds, then forget older ones."""
+        tensors = {f"model/{name}": t for name, t in state.items()}
+        tensors |= {f"memory/{i}/{n}": t for i, m in memories.items() for n, t in m.items()}
+        path = self.folder / f"checkpoint-{rounds}.safetensors"
+        part = path.with_suffix(".part")
+        with _said(self.folder, "the last checkpoint is intact"):
+            _sync(self.folder / JOURNAL)
+            try:
+                copies = _unshared(tensors)
+                about = json.dumps({"rounds": rounds, "crc32": _checksum(copies)})
+                save_file(copies, part, {"checkpoint": about})
+                _sync(part)
+                os.replace(part, path)
+            except (OSError, SafetensorError) as error:
+                part.unlink(missing_ok=True)
+                raise OSError(str(error)) from error
+            _sync(self.folder)
+            for old in checkpoints(self.folder)[KEPT_CHECKPOINTS:]:
+                old.unlink()
+
+
+def checkpoints(folder: Path) -> list[Path]:
+    """All checkpoints of a run, newest first."""
+    found = [p for p in folder.glob("checkpoint-*.safetensors") if _rounds_of(p) is not None]
+    return sorted(found, key=lambda path: -(_rounds_of(path) or 0))
+
+
+def open_run(folder: Path) -> tuple[SavedRun, RunWriter]:
+    """Read a run to go on with it: the journal is cut back to the newest whole checkpoint."""
+    saved = read_run(folder)
+    rounds = saved.checkpoint.rounds if saved.checkpoint else 0
+    kept = saved.records[:rounds]
+    lines = "".join(json.dumps(dataclasses.asdict(record)) + "\n" for record in kept)
+    with _said(folder):
+        _write_whole(folder / JOURNAL, lines.encode())
+        for left in folder.glob("*.part"):
+            left.unlink()
+    return dataclasses.replace(saved, records=kept), RunWriter(folder)
+
+
+def read_run(folder: Path) -> SavedRun:
+    """Everything a run directory holds; damage is passed over and remarked upon."""
+    if not (folder / CONFIG).is_file():
+        raise StorageError(f"{folder} holds no run: it has no {CONFIG}")
+    remarks: list[str] = []
+    records = tuple(_read_journal(folder / JOURNAL, remarks))
+    checkpoint = None
+    for path in checkpoints(folder):
+        try:
+            checkpoint = _read_checkpoint(path)
+        except (SafetensorError, OSError, KeyError, ValueError) as error:
+            remarks.append(f"{path.name} is damaged and was passed over ({error})")
+            continue
+        if checkpoint.rounds <= len(records):
+            break
+        remarks.append(f"{path.name} is ahead of the journal and was passed over")
+        checkpoint = None
+    return SavedRun((folder / CONFIG).read_text(), records, checkpoint, tuple(remarks))
+
+
+def _read_journal(path: Path, remarks: list[str]) -> Iterator[RoundRecord]:
+    """Rounds 0, 1, 2 … up to the end or the first line that is not whole."""
+    lines = path.read_bytes().splitlines() if path.exists() else []
+    for number, line in enumerate(lines):
+        try:
+            record = _as_record(json.loads(line))
+        except (ValueError, TypeError, KeyError) as error:
+            remarks.append(f"{path.name} is damaged from line {number + 1} on ({error})")
+            return
+        if record.round != number:
+            remarks.append(f"{path.name} has round {record.round} on line {number + 1}")
+            return
+        yield record
+
+
+def _as_record(table: Mapping[str, Any]) -> RoundRecord:
+    devices = tuple(DeviceRecord(**{**d, "binds": tuple(d["binds"])}) for d in table["devices"])
+    return RoundRecord(int(table["round"]), table["accuracy"], devices)
+
+
+def _read_checkpoint(path: Path) -> Checkpoint:
+    with safe_open(path, "pt") as file:
+        about = json.loads(file.metadata()["checkpoint"])
+        tensors = {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118 - no mapping
+    if about["crc32"] != _checksum(tensors):
+        raise ValueError("its checksum does not match")
+    state: dict[str, Tensor] = {}
+    memories: dict[int, dict[str, Tensor]] = {}
+    for key, tensor in tensors.items():
+        kind, _, name = key.partition("/")
+        if kind == "model":
+            state[name] = tensor
+        else:
+            device, _, name = name.partition("/")
+            memories.setdefault(int(device), {})[name] = tensor
+    return Checkpoint(int(about["rounds"]), state, memories)
+
+
+def _checksum(tensors: Mapping[str, Tensor]) -> str:
+    """CRC-32 of names and bytes, in the order of the names."""
+    crc = 0
+    for name in sorted(tensors):
+        content = tensors[name].contiguous().flatten().view(torch.uint8).numpy()
+        crc = zlib.crc32(content.tobytes(), crc)
+        crc = zlib.crc32(name.encode(), crc)
+    return f"{crc:08x}"
+
+
+def _rounds_of(path: Path) -> int | None:
+    found = re.fullmatch(r"checkpoint-(\d+)\.safetensors", path.name)
+    return int(found[1]) if found else None
+
+
+def _unshared(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Copies, for safetensors refuses tensors that share memory (tied weights)."""
+    return {name: t.detach().to("cpu", copy=True).contiguous() for name, t in tensors.items()}
+
+
+def environment() -> dict[str, object]:
+    """What a result may depend on."""
+    versions = {}
+    for package in ("anycostfl", "torch", "numpy", "numba", "safetensors"):
+        versions[package] = metadata.version(package)
+    return {
+        "versions": versions,
+        "python": platform.python_version(),
+        "platform": platform.platform(),
+        "machine": platform.machine(),
+        "cores": os.cpu_count(),
+        "torch_cpu_capability": torch.backends.cpu.get_cpu_capability(),
+        "command": sys.argv,
+    }
+
+
+def _append(path: Path, line: str) -> None:
+    with path.open("a") as file:
+        file.write(line + "\n")
+
+
+def _write_whole(path: Path, content: bytes) -> None:
+    part = path.with_name(path.name + ".part")
+    try:
+        part.write_bytes(content)
+        _sync(part)
+        os.replace(part, path)
+    finally:
+        part.unlink(missing_ok=True)
+
+
+def _sync(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+@contextmanager
+def _said(folder: Path, intact: str = "") -> Iterator[None]:
+    """Turn a failing disk into one clear message."""
+    try:
+        yield
+    except StorageError:
+        raise
+    except OSError as error:
+        also = f"; {intact}" if intact else ""
+        raise StorageError(
+            f"cannot write to {folder}: {error}{also}. Free some space or choose another --out, "
+            "then go on with --resume"
+        ) from error
+
+
+def totals(records: Sequence[RoundRecord]) -> dict[str, float]:
+    """What a run has cost so far: simulated seconds, joules, bytes up and down, FLOPs ratio."""
+    taking_part = [d for r in records for d in r.devices if d.bytes_up]
+    count = max(len(taking_part), 1)
+    return {
+        "latency_s": sum(r.latency_s for r in records),
+        "energy_j": sum(r.energy_j for r in records),
+        "bytes_up": sum(r.bytes_up for r in records),
+        "bytes_down": sum(r.bytes_down for r in records),
+        "mean_alpha": sum(d.alpha for d in taking_part) / count,
+        "mean_beta": sum(d.beta for d in taking_part) / count,
+        "sat_out": sum(d.status.startswith("sat out") for r in records for d in r.devices),
+        "refused": sum(d.status.startswith("refused") for r in records for d in r.devices),
+    }

@@ -1,0 +1,70 @@
+"""Pictures of runs: accuracy over rounds, time, energy and bytes; who holds which data."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from itertools import accumulate
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from anycostfl.types import MissingExtra, RoundRecord
+
+
+def _pyplot() -> Any:
+    try:
+        import matplotlib as mpl  # noqa: PLC0415 - an optional dependency
+
+        mpl.use("agg")
+        import matplotlib.pyplot as plt  # noqa: PLC0415 - likewise
+    except ImportError as error:
+        raise MissingExtra("figures need: pip install 'anycostfl[plots]'") from error
+    return plt
+
+
+def draw_curves(runs: Mapping[str, Sequence[RoundRecord]], path: Path) -> None:
+    """Accuracy of one or several runs over what it cost to get there."""
+    plt = _pyplot()
+    figure, axes = plt.subplots(1, 4, figsize=(14, 3.4), sharey=True, layout="constrained")
+    for name, records in runs.items():
+        evaluated = [i for i, r in enumerate(records) if r.accuracy is not None]
+        accuracy = [100 * (records[i].accuracy or 0) for i in evaluated]
+        for axis, (_, values) in zip(axes, _costs(records).items(), strict=True):
+            axis.plot([values[i] for i in evaluated], accuracy, label=name, linewidth=1.6)
+    for axis, label in zip(axes, _costs([]), strict=True):
+        axis.set_xlabel(label)
+        axis.grid(alpha=0.3)
+    axes[0].set_ylabel("test accuracy, %")
+    if len(runs) > 1:
+        axes[0].legend()
+    figure.savefig(path, dpi=110)
+    plt.close(figure)
+
+
+def _costs(records: Sequence[RoundRecord]) -> dict[str, list[float]]:
+    """What had been spent after each round."""
+    return {
+        "round": [float(r.round + 1) for r in records],
+        "simulated minutes": [s / 60 for s in accumulate(r.latency_s for r in records)],
+        "energy, kJ": [j / 1e3 for j in accumulate(r.energy_j for r in records)],
+        "uploaded, MB": [b / 1e6 for b in accumulate(r.bytes_up for r in records)],
+    }
+
+
+def draw_partition(counts: np.ndarray[tuple[int, int], np.dtype[np.int64]], path: Path) -> None:
+    """Who holds what: one bar per device, one colour per class; counts is (device, class)."""
+    plt = _pyplot()
+    devices, classes = counts.shape
+    width = max(6.0, min(14.0, 0.2 * devices))
+    figure, axis = plt.subplots(figsize=(width, 3.4), layout="constrained")
+    bottom = np.zeros(devices)
+    for kind in range(classes):
+        colour = plt.get_cmap("tab10" if classes <= 10 else "viridis")(kind % 10 / 10)
+        axis.bar(range(devices), counts[:, kind], 1.0, bottom=bottom, color=colour, label=str(kind))
+        bottom += counts[:, kind]
+    axis.set_xlabel("device")
+    axis.set_ylabel("training samples")
+    axis.legend(title="class", ncols=2, loc="center left", bbox_to_anchor=(1, 0.5))
+    figure.savefig(path, dpi=110)
+    plt.close(figure)

@@ -1,0 +1,147 @@
+"""Datasets are read as they are, partitions are partitions."""
+
+from __future__ import annotations
+
+import gzip
+import struct
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from anycostfl import data
+from anycostfl.types import ConfigError, UnknownName
+
+
+def test_the_embedded_part_is_balanced_and_normalised() -> None:
+    dataset = data.load("embedded")
+    assert dataset.train_images.shape == (8000, 1, 28, 28)
+    assert torch.equal(torch.bincount(dataset.train_labels), torch.full((10,), 800))
+    assert torch.equal(torch.bincount(dataset.test_labels), torch.full((10,), 200))
+    assert abs(float(dataset.train_images.mean())) < 1e-3
+    assert float(dataset.train_images.std()) == pytest.approx(1, abs=1e-3)
+
+
+def test_the_embedded_part_is_the_beginning_of_the_whole() -> None:
+    folder = Path(data.FASHION_MNIST_PLACES[0])
+    if not folder.is_dir():
+        pytest.skip("the whole of Fashion-MNIST is not on this machine")
+    whole = data.read_idx((folder / "train-images-idx3-ubyte.gz").read_bytes())
+    small = Path(data.__file__).parent / "embedded/fashion-mnist/train-images-idx3-ubyte.gz"
+    assert (data.read_idx(small.read_bytes())[:5] == whole[:5]).all()
+
+
+def idx(shape: tuple[int, ...], values: bytes) -> bytes:
+    return b"\x00\x00\x08" + bytes([len(shape)]) + struct.pack(f">{len(shape)}I", *shape) + values
+
+
+def test_idx_files_are_read_gzipped_or_not() -> None:
+    raw = idx((2, 3), bytes(range(6)))
+    assert data.read_idx(raw).tolist() == [[0, 1, 2], [3, 4, 5]]
+    assert data.read_idx(gzip.compress(raw)).tolist() == [[0, 1, 2], [3, 4, 5]]
+
+
+@pytest.mark.parametrize("damaged", [b"", b"PK", idx((2, 3), bytes(5)), idx((9, 9), b"")[:6]])
+def test_damaged_idx_files_are_refused(damaged: bytes) -> None:
+    with pytest.raises(ConfigError):
+        data.read_idx(damaged)
+
+
+def test_original_cifar_batches_are_read(tmp_path: Path) -> None:
+    random = np.random.default_rng(0)
+    for name in [*(f"data_batch_{i}.bin" for i in range(1, 6)), "test_batch.bin"]:
+        rows = random.integers(0, 256, (4, 3073), dtype=np.uint8)
+        rows[:, 0] = np.arange(4)
+        rows.tofile(tmp_path / name)
+    first = np.fromfile(tmp_path / "data_batch_1.bin", np.uint8)
+    dataset = data.load("cifar10", str(tmp_path))
+    assert dataset.train_images.shape == (20, 3, 32, 32)
+    # Normalising keeps the order of pixels within one colour.
+    red = torch.from_numpy(first[1:1025].astype(np.float32)).view(32, 32)
+    assert torch.equal(
+        red.flatten().argsort(stable=True),
+        dataset.train_images[0, 0].flatten().argsort(stable=True),
+    )
+
+
+def test_parquet_in_the_hubs_layout_is_read(tmp_path: Path) -> None:
+    pa = pytest.importorskip("pyarrow")
+    image = pytest.importorskip("PIL.Image")
+    import io
+
+    import pyarrow.parquet as pq
+
+    pixels = np.random.default_rng(0).integers(0, 256, (32, 32, 3), dtype=np.uint8)
+    file = io.BytesIO()
+    image.fromarray(pixels).save(file, "png")
+    cells = [{"bytes": file.getvalue(), "path": None}, {"bytes": file.getvalue(), "path": None}]
+    for split in ("train", "test"):
+        table = pa.table({"img": cells, "label": [3, 1]})
+        pq.write_table(table, tmp_path / f"{split}-00000-of-00001.parquet")
+    dataset = data.load("cifar10", str(tmp_path))
+    assert dataset.test_labels.tolist() == [3, 1]
+    assert dataset.classes == 4
+
+
+def test_your_own_arrays_are_checked(tmp_path: Path) -> None:
+    path = tmp_path / "mine.npz"
+    np.savez(path, train_images=np.zeros((4, 5, 5)), train_labels=np.arange(3))
+    with pytest.raises(ConfigError, match=r"test_images: missing"):
+        data.load(str(path))
+    arrays = {
+        "train_labels": np.arange(3),
+        "test_images": np.zeros((2, 5, 5)),
+        "test_labels": np.arange(2),
+    }
+    np.savez(path, train_images=np.zeros((4, 5)), **arrays)
+    with pytest.raises(
+        ConfigError, match=r"(?s)train_images: given shape \(4, 5\).*4 images but 3"
+    ):
+        data.load(str(path))
+
+
+def test_what_is_missing_says_how_to_get_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(data, "FASHION_MNIST_PLACES", (str(tmp_path),))
+    monkeypatch.delenv("ANYCOSTFL_DATA", raising=False)
+    with pytest.raises(data.DataMissing, match=r"dataset-fashion-mnist.*data.path"):
+        data.load("fashion-mnist")
+    with pytest.raises(data.DataMissing, match="parquet"):
+        data.load("cifar10")
+    with pytest.raises(UnknownName, match="embedded, fashion-mnist, cifar10"):
+        data.load("imagenet")
+
+
+@given(st.integers(1, 40), st.integers(0, 5))
+def test_equal_parts_are_a_partition(devices: int, seed: int) -> None:
+    parts = data.split_iid(np.zeros(100), devices, np.random.default_rng(seed))
+    assert sorted(np.concatenate(parts).tolist()) == list(range(100))
+    assert max(map(len, parts)) - min(map(len, parts)) <= 1
+
+
+@settings(deadline=None)
+@given(st.integers(1, 12), st.floats(0.3, 100), st.integers(0, 5))
+def test_dirichlet_parts_are_a_partition(devices: int, concentration: float, seed: int) -> None:
+    labels = np.arange(2000) % 10
+    parts = data.split_dirichlet(labels, devices, concentration, np.random.default_rng(seed))
+    assert sorted(np.concatenate(parts).tolist()) == list(range(2000))
+    assert min(map(len, parts)) >= 1
+
+
+def test_a_small_concentration_is_more_uneven() -> None:
+    def unevenness(concentration: float) -> float:
+        labels = np.arange(6000) % 10
+        parts = data.split_dirichlet(labels, 20, concentration, np.random.default_rng(0))
+        shares = np.stack([np.bincount(labels[p], minlength=10) / len(p) for p in parts])
+        return float(shares.std())
+
+    assert unevenness(0.3) > 2 * unevenness(10)
+
+
+def test_more_devices_than_samples_are_refused() -> None:
+    with pytest.raises(ConfigError, match="at most 5"):
+        data.split_iid(np.zeros(5), 6, np.random.default_rng(0))

@@ -1,0 +1,198 @@
+"""A run directory survives whatever happens to the process or the disk."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from anycostfl import records
+from anycostfl.cli.run import run
+from anycostfl.records import RunWriter, StorageError, checkpoints, open_run, read_run
+from anycostfl.types import DeviceRecord, RoundRecord
+from small_runs import small_overrides
+
+ROUNDS = 8
+
+
+def record(number: int) -> RoundRecord:
+    device = DeviceRecord(3, "ok", 20, 100.0, 1e6, 0.1, binds=("energy",))
+    return RoundRecord(number, 0.1 * number, (device,))
+
+
+def write_some(folder: Path, rounds: int) -> RunWriter:
+    writer = RunWriter.create(folder, "summary = 'x'\n")
+    for number in range(rounds):
+        writer.append(record(number))
+        state = {"w": torch.full((50,), float(number))}
+        writer.checkpoint(number + 1, state, {7: {"w": torch.ones(2)}})
+    return writer
+
+
+def test_what_was_written_is_read(tmp_path: Path) -> None:
+    write_some(tmp_path / "run", 3)
+    saved = read_run(tmp_path / "run")
+    assert saved.records == tuple(record(number) for number in range(3))
+    assert saved.checkpoint is not None
+    assert saved.checkpoint.rounds == 3
+    assert torch.equal(saved.checkpoint.state["w"], torch.full((50,), 2.0))
+    assert torch.equal(saved.checkpoint.memories[7]["w"], torch.ones(2))
+    assert saved.remarks == ()
+
+
+def test_only_the_last_two_checkpoints_are_kept(tmp_path: Path) -> None:
+    write_some(tmp_path / "run", 5)
+    names = [path.name for path in checkpoints(tmp_path / "run")]
+    assert names == ["checkpoint-5.safetensors", "checkpoint-4.safetensors"]
+
+
+@pytest.mark.parametrize("damage", ["truncate", "flip", "empty"])
+def test_a_damaged_checkpoint_is_passed_over_for_the_one_before(
+    tmp_path: Path, damage: str
+) -> None:
+    write_some(tmp_path / "run", 3)
+    newest = checkpoints(tmp_path / "run")[0]
+    content = newest.read_bytes()
+    newest.write_bytes({
+        "truncate": content[:-9],
+        "flip": content[:-9] + bytes([content[-9] ^ 4]) + content[-8:],
+        "empty": b"",
+    }[damage])  # fmt: skip
+    saved, _ = open_run(tmp_path / "run")
+    assert saved.checkpoint is not None
+    assert saved.checkpoint.rounds == 2
+    assert len(saved.records) == 2
+    assert "damaged" in saved.remarks[0]
+
+
+def test_a_damaged_journal_is_read_up_to_the_damage(tmp_path: Path) -> None:
+    write_some(tmp_path / "run", 3)
+    journal = tmp_path / "run" / records.JOURNAL
+    journal.write_bytes(journal.read_bytes()[:-30])
+    saved, _ = open_run(tmp_path / "run")
+    assert [r.round for r in saved.records] == [0, 1]
+    assert saved.checkpoint is not None
+    assert saved.checkpoint.rounds == 2
+    assert "line 3" in saved.remarks[0]
+
+
+def test_a_folder_that_holds_a_run_is_left_alone(tmp_path: Path) -> None:
+    write_some(tmp_path / "run", 1)
+    with pytest.raises(StorageError, match="--resume"):
+        RunWriter.create(tmp_path / "run", "")
+    with pytest.raises(StorageError, match="holds no run"):
+        open_run(tmp_path / "nothing")
+
+
+def test_a_full_disk_leaves_the_last_checkpoint_intact(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    writer = write_some(tmp_path / "run", 2)
+
+    def full(_tensors: object, path: Path, _about: object) -> None:
+        path.write_bytes(b"half a checkpoint")
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(records, "save_file", full)
+    with pytest.raises(StorageError, match=r"No space left.*last checkpoint is intact.*--resume"):
+        writer.checkpoint(3, {"w": torch.ones(50)}, {})
+    saved = read_run(tmp_path / "run")
+    assert saved.checkpoint is not None
+    assert saved.checkpoint.rounds == 2
+    assert not list((tmp_path / "run").glob("*.part"))
+
+
+# --- kill -9 --------------------------------------------------------------------------------------
+
+
+def start(folder: Path, overrides: list[str], workers: int, sabotage: Callable[[], None]) -> int:
+    """Run or go on in a forked process; returns its id."""
+    child = os.fork()
+    if child:
+        return child
+    try:
+        sabotage()
+        if (folder / records.CONFIG).exists():
+            run(resume=folder, workers=workers, json=True)
+        else:
+            run("demo", overrides, folder, None, workers, json=True)
+    finally:
+        os._exit(0)
+
+
+def contents(folder: Path) -> tuple[bytes, bytes]:
+    final = folder / f"checkpoint-{ROUNDS}.safetensors"
+    return (folder / records.JOURNAL).read_bytes(), final.read_bytes()
+
+
+def uninterrupted(folder: Path, overrides: list[str]) -> tuple[bytes, bytes]:
+    os.waitpid(start(folder, overrides, 1, lambda: None), 0)
+    return contents(folder)
+
+
+def kill_until_done(folder: Path, overrides: list[str], workers: int, longest: float) -> int:
+    """Kill it at twenty random moments, then let it finish; returns how often it was killed."""
+    moments, kills, killed = random.Random(workers), 20, 0
+    for _ in range(10 * kills):
+        child = start(folder, overrides, workers, lambda: None)
+        if killed >= kills:
+            os.waitpid(child, 0)
+            break
+        time.sleep(moments.uniform(0.0, longest))
+        os.kill(child, signal.SIGKILL)
+        _, status = os.waitpid(child, 0)
+        if os.WIFSIGNALED(status):
+            killed += 1
+    return killed
+
+
+def test_twenty_kills_change_nothing(tmp_path: Path) -> None:
+    overrides = small_overrides(tmp_path, f"run.rounds={ROUNDS}", "run.checkpoint_every=1")
+    expected = uninterrupted(tmp_path / "whole", overrides)
+    assert kill_until_done(tmp_path / "killed", overrides, 1, 1.2) == 20
+    assert contents(tmp_path / "killed") == expected
+
+
+@pytest.mark.slow
+def test_twenty_kills_with_two_workers_change_nothing(tmp_path: Path) -> None:
+    overrides = small_overrides(tmp_path, f"run.rounds={ROUNDS}", "run.checkpoint_every=1")
+    expected = uninterrupted(tmp_path / "whole", overrides)
+    assert kill_until_done(tmp_path / "killed", overrides, 2, 12.0) == 20
+    assert contents(tmp_path / "killed") == expected
+
+
+@pytest.mark.parametrize("moment", ["before rename", "half written", "between journal and save"])
+def test_killed_during_a_checkpoint(tmp_path: Path, moment: str) -> None:
+    overrides = small_overrides(tmp_path, f"run.rounds={ROUNDS}")
+    expected = uninterrupted(tmp_path / "whole", overrides)
+
+    def die() -> None:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    def sabotage() -> None:
+        saved = 0
+
+        def save(tensors: dict[str, torch.Tensor], path: Path, about: dict[str, str]) -> None:
+            nonlocal saved
+            saved += 1
+            if saved == 3 and moment == "between journal and save":
+                die()
+            save_file(tensors, path, about)
+            if saved == 3 and moment == "half written":
+                os.truncate(path, 1000)
+                die()
+            if saved == 3:
+                die()
+
+        setattr(records, "save_file", save)  # noqa: B010 - as monkeypatch does, in a child
+
+    _, status = os.waitpid(start(tmp_path / "killed", overrides, 1, sabotage), 0)
+    assert os.WIFSIGNALED(status)
+    os.waitpid(start(tmp_path / "killed", overrides, 1, lambda: None), 0)
+    assert contents(tmp_path / "killed") == expected

@@ -1,0 +1,183 @@
+"""The round: same result however it is run, real costs, and what goes wrong is recorded."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from anycostfl import methods
+from anycostfl.simulate import Turn, play, prepare
+from anycostfl.types import ConfigError
+from anycostfl.workers import DeviceSide, Job, Purpose, Reply, draw_seed
+from small_runs import small_config
+
+
+def final(turns: list[Turn]) -> dict[str, torch.Tensor]:
+    return dict(turns[-1].after.state)
+
+
+def same(one: list[Turn], other: list[Turn]) -> bool:
+    a, b = final(one), final(other)
+    records = [turn.record for turn in one] == [turn.record for turn in other]
+    return records and all(torch.equal(a[name], b[name]) for name in a)
+
+
+@pytest.mark.parametrize("method", methods.names())
+def test_the_number_of_workers_changes_nothing(tmp_path: Path, method: str) -> None:
+    config = small_config(tmp_path, f"run.method={method}", "run.rounds=3")
+    assert same(list(play(config, workers=1)), list(play(config, workers=2)))
+
+
+def test_the_seed_decides_everything(tmp_path: Path) -> None:
+    config = small_config(tmp_path, "run.rounds=2")
+    other = small_config(tmp_path, "run.rounds=2", "run.seed=1")
+    first = list(play(config))
+    torch.manual_seed(123)
+    np.random.default_rng().random()
+    assert same(first, list(play(config)))
+    assert not same(first, list(play(other)))
+
+
+@pytest.mark.parametrize("method", methods.names())
+def test_going_on_from_any_round_ends_the_same(tmp_path: Path, method: str) -> None:
+    config = small_config(tmp_path, f"run.method={method}", "run.rounds=4")
+    whole = list(play(config))
+    for turn in whole[:-1]:
+        rest = list(play(config, start=turn.after))
+        assert same([*whole[: turn.after.round], *rest], whole)
+
+
+def test_training_learns(tmp_path: Path) -> None:
+    config = small_config(tmp_path, "run.rounds=12", "fleet.energy_min_j=0.04")
+    accuracies = [turn.record.accuracy or 0 for turn in play(config)]
+    assert accuracies[-1] > accuracies[0] + 0.3
+
+
+def test_devices_pay_for_the_bytes_they_sent_and_the_flops_they_cut(tmp_path: Path) -> None:
+    config = small_config(tmp_path, "run.rounds=2")
+    for turn in play(config):
+        for d in turn.record.devices:
+            assert d.status == "ok"
+            cycles = d.samples * config.workload.flops_per_sample * d.flops_ratio / 33.36
+            assert d.compute_s == pytest.approx(cycles / d.frequency_hz)
+            assert d.upload_s == pytest.approx(8 * d.bytes_up / d.rate_bps)
+            assert d.upload_j == pytest.approx(0.1 * d.upload_s)
+            promised = d.alpha * d.beta * config.workload.size_bits / 8
+            assert 0.9 * promised < d.bytes_up <= promised
+
+
+def test_every_device_stays_within_its_budgets(tmp_path: Path) -> None:
+    """Up to how far the FLOPs of a cut exceed α, which the width rule bounds."""
+    config = small_config(tmp_path, "model.widths=fast")
+    for turn in play(config):
+        for d in turn.record.devices:
+            assert d.latency_s <= config.fleet.latency_s * 1.01
+            assert d.energy_j <= d.budget_j * 1.01
+
+
+def test_a_round_nobody_can_afford_is_recorded_and_changes_nothing(tmp_path: Path) -> None:
+    config = small_config(
+        tmp_path, "run.rounds=2", "fleet.energy_min_j=1e-9", "fleet.energy_max_j=2e-9"
+    )
+    first, second = play(config)
+    assert {d.status for d in first.record.devices} == {"sat out: radio"}
+    assert first.record.energy_j == 0
+    assert first.record.accuracy == second.record.accuracy
+    untrained = prepare(config).shared.weights
+    for name, tensor in final([second]).items():
+        assert tensor.norm() == pytest.approx(float(untrained[name].norm()))
+
+
+def test_a_nan_loss_is_refused_and_recorded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = small_config(tmp_path, "run.rounds=1")
+    honest = DeviceSide.perform
+    victims: list[int] = []
+
+    def perform(self: DeviceSide, job: Job) -> Reply:
+        if not victims:
+            victims.append(job.device)
+            self.shared.train_images[self.samples_of(job.device)] = math.nan
+        return honest(self, job)
+
+    monkeypatch.setattr(DeviceSide, "perform", perform)
+    (turn,) = play(config)
+    statuses = {d.device: d.status for d in turn.record.devices}
+    assert statuses.pop(victims[0]).startswith("refused: ")
+    assert set(statuses.values()) == {"ok"}
+    assert all(torch.isfinite(t).all() for t in final([turn]).values())
+
+
+@pytest.mark.parametrize("method", methods.names())
+def test_a_damaged_payload_is_refused_and_recorded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, method: str
+) -> None:
+    config = small_config(tmp_path, "run.rounds=1", f"run.method={method}")
+    honest = DeviceSide.perform
+
+    def perform(self: DeviceSide, job: Job) -> Reply:
+        reply = honest(self, job)
+        damaged = bytes([*reply.payload[:40], reply.payload[40] ^ 1, *reply.payload[41:]])
+        return Reply(reply.device, damaged, memory=reply.memory)
+
+    monkeypatch.setattr(DeviceSide, "perform", perform)
+    (turn,) = play(config)
+    assert all(d.status.startswith("refused: ") for d in turn.record.devices)
+
+
+def test_a_payload_of_another_round_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = small_config(tmp_path, "run.rounds=2", "fleet.cohort=12")
+    honest = DeviceSide.perform
+    kept: dict[int, Reply] = {}
+
+    def perform(self: DeviceSide, job: Job) -> Reply:
+        reply = honest(self, job)
+        return kept.setdefault(job.device, reply)  # in the second round, the first one's again
+
+    monkeypatch.setattr(DeviceSide, "perform", perform)
+    first, second = play(config)
+    assert {d.status for d in first.record.devices} == {"ok"}
+    assert all(d.status.startswith("refused: ") for d in second.record.devices)
+
+
+def test_batchnorm_models_train_and_are_recalibrated(tmp_path: Path) -> None:
+    path = tmp_path / "colour.npz"
+    random = np.random.default_rng(0)
+    np.savez(
+        path,
+        train_images=random.integers(0, 255, (48, 8, 8, 3), dtype=np.uint8),
+        train_labels=np.arange(48) % 10,
+        test_images=random.integers(0, 255, (20, 8, 8, 3), dtype=np.uint8),
+        test_labels=np.arange(20) % 10,
+    )
+    config = small_config(
+        tmp_path, f'data.name="{path}"', "model.name=mobilenet", "run.rounds=1",
+        "fleet.devices=4", "fleet.cohort=2", "workload.flops_per_sample=2e7",
+    )  # fmt: skip
+    (turn,) = play(config)
+    state = final([turn])
+    assert state["norm.running_mean"].abs().max() > 0
+    assert all(torch.isfinite(t).all() for t in state.values() if t.is_floating_point())
+
+
+def test_a_cohort_larger_than_the_fleet_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="at most devices"):
+        small_config(tmp_path, "fleet.cohort=13")
+
+
+def test_seeds_differ_in_every_argument() -> None:
+    seeds = {
+        draw_seed(seed, number, device, purpose)
+        for seed in range(3)
+        for number in range(3)
+        for device in range(3)
+        for purpose in Purpose
+    }
+    assert len(seeds) == 3 * 3 * 3 * len(Purpose)

@@ -1,0 +1,92 @@
+"""Local SGD against torch's own optimizer, option by option."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from anycostfl import models
+from anycostfl.train import TrainOptions, count_correct, train
+
+
+def reference(
+    module: nn.Module, images: Tensor, labels: Tensor, options: TrainOptions, seed: int
+) -> dict[str, Tensor]:
+    """The textbook loop."""
+    before = {n: p.detach().clone() for n, p in module.named_parameters()}
+    optimizer = torch.optim.SGD(
+        module.parameters(),
+        lr=options.learning_rate,
+        momentum=options.momentum,
+        weight_decay=options.weight_decay,
+    )
+    generator = torch.Generator().manual_seed(seed)
+    for _ in range(options.epochs):
+        order = torch.randperm(len(labels), generator=generator)
+        for start in range(0, len(labels), options.batch):
+            chosen = order[start : start + options.batch]
+            optimizer.zero_grad()
+            loss = F.cross_entropy(module(images[chosen]), labels[chosen])
+            loss.backward()  # type: ignore[no-untyped-call]
+            if options.clip_norm:
+                nn.utils.clip_grad_norm_(module.parameters(), options.clip_norm)
+            optimizer.step()
+    return {n: before[n] - p.detach() for n, p in module.named_parameters()}
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        TrainOptions(0.05, 8),
+        TrainOptions(0.05, 8, epochs=2, momentum=0.9),
+        TrainOptions(0.05, 8, weight_decay=0.1),
+        TrainOptions(0.05, 8, clip_norm=0.5),
+        TrainOptions(0.05, 7, channels_last=False),
+    ],
+)
+def test_equals_the_textbook_loop(options: TrainOptions) -> None:
+    module = models.load("cnn").build()
+    images, labels = torch.randn(20, 1, 28, 28), torch.randint(10, (20,))
+    wanted = reference(copy.deepcopy(module), images, labels, options, 3)
+    got = train(module, images, labels, options, torch.Generator().manual_seed(3))
+    for name, update in wanted.items():
+        assert torch.allclose(got[name], update, rtol=1e-3, atol=1e-5)
+
+
+def test_the_update_is_before_minus_after() -> None:
+    module = models.load("cnn").build()
+    before = {n: p.detach().clone() for n, p in module.named_parameters()}
+    images, labels = torch.randn(8, 1, 28, 28), torch.randint(10, (8,))
+    update = train(module, images, labels, TrainOptions(0.1, 4), torch.Generator())
+    for name, parameter in module.named_parameters():
+        assert torch.equal(update[name], before[name] - parameter.detach())
+        assert update[name].is_contiguous()
+
+
+def test_bfloat16_is_close() -> None:
+    images, labels = torch.randn(8, 1, 28, 28), torch.randint(10, (8,))
+    module = models.load("cnn").build()
+        options = [TrainOptions(0.1, 8, bf16=bf16) for bf16 in (False, True)]
+    exact, rough = (
+        train(copy.deepcopy(module), images, labels, o, torch.Generator()) for o in options
+    )
+    for name, update in exact.items():
+        assert float((rough[name] - update).norm() / update.norm()) < 0.2
+
+
+def test_text_models_train_too() -> None:
+    module = models.load("lstm").build()
+    tokens, labels = torch.randint(80, (6, 10)), torch.randint(80, (6,))
+    update = train(module, tokens, labels, TrainOptions(0.5, 3), torch.Generator())
+    assert all(u.abs().max() > 0 for u in update.values())
+
+
+def test_counting_is_exact_for_any_batch() -> None:
+    module = nn.Sequential(nn.Flatten(), nn.Linear(4, 3))
+    images, labels = torch.randn(11, 1, 2, 2), torch.randint(3, (11,))
+    wanted = int((module(images).argmax(1) == labels).sum())
+    assert {count_correct(module, images, labels, batch) for batch in (1, 4, 100)} == {wanted}
