@@ -70,7 +70,7 @@ def test_the_update_is_before_minus_after() -> None:
 def test_bfloat16_is_close() -> None:
     images, labels = torch.randn(8, 1, 28, 28), torch.randint(10, (8,))
     module = models.load("cnn").build()
-        options = [TrainOptions(0.1, 8, bf16=bf16) for bf16 in (False, True)]
+    options = [TrainOptions(0.1, 8, bf16=bf16) for bf16 in (False, True)]
     exact, rough = (
         train(copy.deepcopy(module), images, labels, o, torch.Generator()) for o in options
     )
