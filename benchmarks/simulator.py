@@ -1,4 +1,4 @@
-"""How close is the simulator to a bare loop written by an expert? (workload W1)
+"""How close is the simulator to a bare loop written by an expert, on workload W1?
 
 W1: Fashion-MNIST, 60 devices × 1000 samples IID, 15 a round, McMahan CNN, SGD lr .01, batch 32, one
 local epoch. The bare loop keeps two processes with one thread each, all data in one tensor, a
@@ -21,7 +21,7 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from multiprocessing.connection import Connection
 
 import torch
@@ -63,15 +63,20 @@ def bare_worker(
         pipe.send(True)
 
 
+def shared(tensor: Tensor) -> Tensor:
+    """The tensor in memory that other processes see."""
+    return tensor.share_memory_()  # type: ignore[no-untyped-call, no-any-return]
+
+
 def bare_rounds(dataset: data.Dataset) -> Iterator[float]:
     """Seconds per round of the bare loop, forever."""
-    weights = [p.detach().clone().share_memory_() for p in models.load("cnn").build().parameters()]
-    images, labels = dataset.train_images.share_memory_(), dataset.train_labels.share_memory_()
+    weights = [shared(p.detach().clone()) for p in models.load("cnn").build().parameters()]
+    images, labels = shared(dataset.train_images), shared(dataset.train_labels)
     context = multiprocessing.get_context("forkserver")
     pipes, sums = [], []
     for _ in range(WORKERS):
         mine, theirs = context.Pipe()
-        total = [torch.zeros_like(w).share_memory_() for w in weights]
+        total = [shared(torch.zeros_like(w)) for w in weights]
         context.Process(
             target=bare_worker, args=(theirs, images, labels, weights, total), daemon=True
         ).start()
