@@ -164,10 +164,10 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=4)
     parser.add_argument("--growth", action="store_true")
     arguments = parser.parse_args()
-    task: Callable[[], None] = (
-        growth if arguments.growth else lambda: side_by_side(arguments.rounds)
-    )
-    task()
+    if arguments.growth:
+        growth()
+    else:
+        side_by_side(arguments.rounds)
 
 
 if __name__ == "__main__":
