@@ -15,9 +15,8 @@ $(READY): pyproject.toml constraints.txt
 	$(BIN)/pip install --quiet --constraint constraints.txt --editable '.[dev]'
 	@touch $@
 
-run: $(READY) ## Install, then show how two models shrink
-	$(BIN)/anycostfl inspect --model cnn --alpha 0.25
-	$(BIN)/anycostfl inspect --model resnet18 --alpha 0.25
+run: $(READY) ## Install, then train a simulated fleet on the embedded data (two minutes)
+	$(BIN)/anycostfl run demo
 
 test: lint ## Install, then run every quick check: lint, types, layers, tests
 	$(BIN)/python -m pytest -n 2 -m "not slow"
@@ -37,6 +36,9 @@ format: $(READY) ## Let ruff put the code in order
 
 bench: $(READY) ## Measure; takes minutes, wants a quiet machine
 	$(BIN)/python benchmarks/shrink.py
+	$(BIN)/python benchmarks/codec.py
+	$(BIN)/python benchmarks/planner.py
+	$(BIN)/python benchmarks/simulator.py
 
 clean: ## Remove the environment and all caches
 	rm -rf $(VENV) build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
