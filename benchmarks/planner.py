@@ -14,8 +14,9 @@ from pathlib import Path
 import numpy as np
 
 from anycostfl import config, fleet
+from anycostfl.checks import FloatArray
 from anycostfl.planner import closed_form, plan_strategies
-from anycostfl.types import Devices, FloatArray, Limits, Workload, make_devices
+from anycostfl.types import Devices, Limits, Workload, make_devices
 
 FACTORS = np.geomspace(0.1, 10.0, 41)
 

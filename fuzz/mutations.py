@@ -15,7 +15,7 @@ from torch import Tensor
 
 from anycostfl.codec import compress, decompress, wire
 from anycostfl.codec.varint import Reader, varint
-from anycostfl.types import PayloadError
+from anycostfl.errors import PayloadError
 
 PLAN: dict[str, tuple[int, ...]] = {
     "conv.weight": (4, 2, 3, 3),

@@ -11,8 +11,9 @@ from torch import nn
 
 from anycostfl import ElasticModel, models
 from anycostfl.aggregate import LEAST_RATIO, Contribution, aggregate, optimal_weights
+from anycostfl.errors import ConfigError
 from anycostfl.shrink.widths import put
-from anycostfl.types import ConfigError, Update
+from anycostfl.types import Update
 
 share = st.floats(0.01, 1.0)
 

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from anycostfl.codec import byte_budget, compress, decompress, kernels, wire
-from anycostfl.types import BetaError, PayloadError, UpdateError
+from anycostfl.errors import BetaError, PayloadError, UpdateError
 from mutations import BINDING, PLAN, seal, spoil, survives, valid_payloads
 
 SHAPES = {"conv.weight": (16, 8, 3, 3), "conv.bias": (16,), "fc.weight": (40, 200), "scale": ()}

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from anycostfl.codec import entropy
 from anycostfl.codec.entropy import MaskCoding
 from anycostfl.codec.varint import Reader, varint
-from anycostfl.types import PayloadError
+from anycostfl.errors import PayloadError
 
 compiles = settings(deadline=None)  # the first call compiles
 

@@ -8,7 +8,7 @@ from torch import Tensor
 from anycostfl.codec import byte_budget, compress, kernels, refine, wire
 from anycostfl.codec.fit import Fit, fit_names, fit_update, load_fit
 from anycostfl.codec.refine import Draft, Guess
-from anycostfl.types import UnknownName
+from anycostfl.errors import UnknownName
 
 SHAPES = {"conv": (64, 32, 5, 5), "fc": (300, 1024), "bias": (300,)}
 BLOCKS = {"fc": 16}

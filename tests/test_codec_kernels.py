@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from anycostfl.codec import kernels
 from anycostfl.codec.kernels import Grid, Spans
-from anycostfl.types import UpdateError
+from anycostfl.errors import UpdateError
 
 SHAPES = st.lists(st.integers(0, 7), max_size=4).map(tuple)
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from anycostfl.codec import compress, decompress, wire
-from anycostfl.types import PayloadError
+from anycostfl.errors import PayloadError
 from mutations import join, seal, split
 
 SHAPES = {"w": (40, 32), "b": (64,)}

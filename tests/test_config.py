@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 
 from anycostfl import config, models
-from anycostfl.types import ConfigError, Limits, Profile, UnknownName, Workload, make_devices
+from anycostfl.errors import ConfigError, UnknownName
+from anycostfl.types import Limits, Profile, Workload, make_devices
 
 PAPER = {"cifar10-iid", "cifar10-noniid", "fmnist-iid", "fmnist-noniid"}
 BOARDS = {

@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from anycostfl import data
-from anycostfl.types import ConfigError, UnknownName
+from anycostfl.errors import ConfigError, UnknownName
 
 
 def test_the_embedded_part_is_balanced_and_normalised() -> None:

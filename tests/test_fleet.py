@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 
 from anycostfl import config, fleet, planner
-from anycostfl.types import ConfigError, FleetSpec, UnknownName
+from anycostfl.errors import ConfigError, UnknownName
+from anycostfl.types import FleetSpec
 
 SPEC = config.load_preset("fmnist-iid").fleet
 ROUNDS = 400

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from anycostfl import models
-from anycostfl.types import UnknownName
+from anycostfl.errors import UnknownName
 
 PARAMETERS = {"cnn": 1_663_370, "vgg9": 3_491_530}
 

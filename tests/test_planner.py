@@ -7,6 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from anycostfl import cost
+from anycostfl.errors import InfeasibleBudget
 from anycostfl.planner import (
     _positive_root,
     closed_form,
@@ -14,16 +15,7 @@ from anycostfl.planner import (
     plan_strategies,
     require_feasible,
 )
-from anycostfl.types import (
-    Binds,
-    Devices,
-    InfeasibleBudget,
-    Limits,
-    Reason,
-    Strategies,
-    Workload,
-    make_devices,
-)
+from anycostfl.types import Binds, Devices, Limits, Reason, Strategies, Workload, make_devices
 from planner_oracle import polish, random_devices, search
 
 CNN = Workload(flops_per_sample=72_384_512, size_bits=53_227_840)

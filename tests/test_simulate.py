@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from anycostfl import methods
+from anycostfl.errors import ConfigError
 from anycostfl.simulate import Turn, play, prepare
-from anycostfl.types import ConfigError
 from anycostfl.workers import DeviceSide, Job, Purpose, Reply, draw_seed
 from small_runs import small_config
 

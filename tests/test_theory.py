@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from anycostfl import theory
 from anycostfl.aggregate import optimal_weights
-from anycostfl.types import ConfigError
+from anycostfl.errors import ConfigError
 
 share = st.floats(0.0, 1.0)
 

@@ -2,23 +2,20 @@
 
 from anycostfl.aggregate import optimal_weights
 from anycostfl.codec import compress, decompress
-from anycostfl.planner import plan_strategies
-from anycostfl.shrink import ElasticModel, SubModel, WidthPlan, recalibrate
-from anycostfl.types import (
+from anycostfl.errors import (
     AlphaError,
     AnycostError,
     ConfigError,
     InfeasibleBudget,
-    Limits,
     NotShrinkable,
     PayloadError,
     ShapeMismatch,
     TraceError,
     UnknownName,
-    Update,
-    Workload,
-    make_devices,
 )
+from anycostfl.planner import plan_strategies
+from anycostfl.shrink import ElasticModel, SubModel, WidthPlan, recalibrate
+from anycostfl.types import Limits, Update, Workload, make_devices
 
 __all__ = [
     "AlphaError",

@@ -20,9 +20,11 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from anycostfl.checks import FloatArray, Interval
+from anycostfl.errors import ConfigError
 from anycostfl.shrink.widths import WidthPlan, add
 from anycostfl.theory import divergence_ratio
-from anycostfl.types import ConfigError, FloatArray, Interval, Update
+from anycostfl.types import Update
 
 LEAST_RATIO = 1e-3  # no update counts as closer to the truth than 0.1 % of its norm
 

@@ -19,20 +19,9 @@ from pathlib import Path
 from typing import Annotated, Any, TypeVar, get_args, get_origin, get_type_hints
 
 from anycostfl import models
-from anycostfl.types import (
-    ConfigError,
-    Count,
-    FleetSpec,
-    Interval,
-    Limits,
-    OneOf,
-    Positive,
-    Profile,
-    UnknownName,
-    Workload,
-    check_fields,
-    rule_problems,
-)
+from anycostfl.checks import Count, Interval, OneOf, Positive, check_fields, rule_problems
+from anycostfl.errors import ConfigError, UnknownName
+from anycostfl.types import FleetSpec, Limits, Profile, Workload
 
 Record = TypeVar("Record")
 

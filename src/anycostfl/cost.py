@@ -14,7 +14,8 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
-from anycostfl.types import Devices, FloatArray, Workload
+from anycostfl.checks import FloatArray
+from anycostfl.types import Devices, Workload
 
 
 def compute_cycles(devices: Devices, workload: Workload) -> FloatArray:

@@ -24,7 +24,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from anycostfl.types import ConfigError, MissingExtra, UnknownName
+from anycostfl.errors import ConfigError, MissingExtra, UnknownName
 
 Images = npt.NDArray[np.uint8]  # (sample, height, width[, colour])
 Labels = npt.NDArray[np.int64]

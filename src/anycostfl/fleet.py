@@ -19,16 +19,9 @@ import numpy as np
 import numpy.typing as npt
 
 from anycostfl import cost
-from anycostfl.types import (
-    POSITIVE,
-    ConfigError,
-    Devices,
-    FleetSpec,
-    FloatArray,
-    Profile,
-    UnknownName,
-    make_devices,
-)
+from anycostfl.checks import POSITIVE, FloatArray
+from anycostfl.errors import ConfigError, UnknownName
+from anycostfl.types import Devices, FleetSpec, Profile, make_devices
 
 NEAREST_M = 1.0  # nobody stands inside the antenna; path loss has no meaning at distance 0
 

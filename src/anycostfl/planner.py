@@ -35,16 +35,9 @@ import numpy as np
 import numpy.typing as npt
 
 from anycostfl import cost
-from anycostfl.types import (
-    Binds,
-    Devices,
-    FloatArray,
-    InfeasibleBudget,
-    Limits,
-    Reason,
-    Strategies,
-    Workload,
-)
+from anycostfl.checks import FloatArray
+from anycostfl.errors import InfeasibleBudget
+from anycostfl.types import Binds, Devices, Limits, Reason, Strategies, Workload
 
 BLOCK = 8192  # devices solved together, so that every array stays in the processor's cache
 NEWTON_STEPS = 6  # from at most 1.46 times the root, quadratic convergence needs no more

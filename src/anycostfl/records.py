@@ -34,7 +34,8 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from anycostfl.types import AnycostError, DeviceRecord, RoundRecord
+from anycostfl.errors import AnycostError
+from anycostfl.types import DeviceRecord, RoundRecord
 
 CONFIG, ENVIRONMENT = "config.toml", "environment.json"
 JOURNAL, TIMING = "rounds.jsonl", "timing.jsonl"

@@ -9,7 +9,8 @@ from typing import Any
 
 import numpy as np
 
-from anycostfl.types import MissingExtra, RoundRecord
+from anycostfl.errors import MissingExtra
+from anycostfl.types import RoundRecord
 
 
 def _pyplot() -> Any:

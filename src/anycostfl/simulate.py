@@ -20,19 +20,12 @@ from anycostfl import data, models
 from anycostfl.aggregate import Contribution, aggregate
 from anycostfl.config import Config, load_profile
 from anycostfl.coupling import tensors_of
+from anycostfl.errors import PayloadError
 from anycostfl.fleet import Cohort, draw_cohort
 from anycostfl.methods import Method, State, Upload
 from anycostfl.shrink import ElasticModel, WidthPlan, recalibrate
 from anycostfl.train import TrainOptions, bf16_pays
-from anycostfl.types import (
-    Binds,
-    DeviceRecord,
-    PayloadError,
-    Reason,
-    RoundRecord,
-    Strategies,
-    Update,
-)
+from anycostfl.types import Binds, DeviceRecord, Reason, RoundRecord, Strategies, Update
 from anycostfl.workers import (
     DeviceSide,
     Executor,

@@ -20,7 +20,8 @@ import math
 import numpy as np
 import numpy.typing as npt
 
-from anycostfl.types import ConfigError, FloatArray, Interval
+from anycostfl.checks import FloatArray, Interval
+from anycostfl.errors import ConfigError
 
 SHARE = Interval(0.0, 1.0)
 

@@ -1,73 +1,27 @@
-"""The words every module shares: the errors, then the records that travel between layers."""
+"""The records that travel between layers: devices, strategies, updates, rounds."""
 
 from __future__ import annotations
 
 import enum
-import functools
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
-from typing import Annotated, Any, get_type_hints
+from typing import Annotated, Any
 
 import numpy as np
 import numpy.typing as npt
 from torch import Tensor, nn
 
-FloatArray = npt.NDArray[np.float64]
-
-
-class AnycostError(Exception):
-    """Base of every error this package raises on purpose."""
-
-
-class AlphaError(AnycostError, ValueError):
-    """A shrinking factor outside (0, 1]."""
-
-
-class TraceError(AnycostError):
-    """The model could not be run on its example input."""
-
-
-class NotShrinkable(AnycostError):  # noqa: N818 - reads as what happened
-    """A narrower sub-model was asked of a model that has no free channel."""
-
-
-class ShapeMismatch(AnycostError, ValueError):  # noqa: N818 - reads as what happened
-    """A state whose keys or shapes are not those of the model."""
-
-
-class BetaError(AnycostError, ValueError):
-    """A compression rate outside (0, 1], or too low for even an empty payload."""
-
-
-class UpdateError(AnycostError, ValueError):
-    """An update that cannot be sent: not floating point, or not finite."""
-
-
-class PayloadError(AnycostError, ValueError):
-    """Bytes that are not a payload of the expected plan."""
-
-
-class UnknownName(AnycostError, LookupError):  # noqa: N818 - reads as what happened
-    """A model, preset, method or profile that does not exist."""
-
-
-class ConfigError(AnycostError, ValueError):
-    """Values that are not allowed; every problem of one source at once."""
-
-    def __init__(self, problems: Sequence[str], source: str = "") -> None:
-        self.problems = tuple(problems)
-        where = f"{source}: " if source else ""
-        count = "1 problem" if len(self.problems) == 1 else f"{len(self.problems)} problems"
-        super().__init__("\n  - ".join([f"{where}{count}", *self.problems]))
-
-
-class MissingExtra(AnycostError, ImportError):  # noqa: N818 - reads as what happened
-    """A feature whose optional dependencies are not installed."""
-
-
-class InfeasibleBudget(AnycostError):  # noqa: N818 - reads as what happened
-    """A device that cannot afford even the smallest strategy; says the least that would do."""
+from anycostfl.checks import (
+    POSITIVE,
+    AtMost,
+    Count,
+    FloatArray,
+    Interval,
+    Positive,
+    PositiveArray,
+    check_fields,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,100 +39,6 @@ class Update:
 
     values: dict[str, Tensor]
     masks: dict[str, Tensor]
-
-
-@dataclass(frozen=True, slots=True)
-class Interval:
-    """The numbers a field allows; NaN and infinity are in none."""
-
-    low: float
-    high: float = math.inf
-    open_low: bool = False
-
-    def contains(self, value: npt.ArrayLike) -> npt.NDArray[np.bool_]:
-        """Whether each value lies inside."""
-        x = np.asarray(value, dtype=np.float64)
-        above = x > self.low if self.open_low else x >= self.low
-        below: npt.NDArray[np.bool_] = np.isfinite(x) & above & (x <= self.high)
-        return below
-
-    def __str__(self) -> str:
-        if math.isinf(self.high):
-            return f"a finite number {'>' if self.open_low else '>='} {self.low:g}"
-        return f"a number in {'(' if self.open_low else '['}{self.low:g}, {self.high:g}]"
-
-
-@dataclass(frozen=True, slots=True)
-class AtMost:
-    """A field that may not exceed another field of the same record."""
-
-    other: str
-
-
-@dataclass(frozen=True, slots=True)
-class OneOf:
-    """A field that takes one of these words."""
-
-    choices: tuple[str, ...]
-
-
-POSITIVE = Interval(0.0, open_low=True)
-Positive = Annotated[float, POSITIVE]
-Count = Annotated[int, Interval(1.0)]
-PositiveArray = Annotated[FloatArray, POSITIVE]
-
-
-def check_fields(record: object) -> None:
-    """Raise one ConfigError with every field of a dataclass that breaks its annotated rule."""
-    kind: Any = type(record)
-    values = {name: getattr(record, name) for name in rules_of(kind)}
-    if problems := rule_problems(kind, values):
-        raise ConfigError(problems, source=kind.__name__)
-
-
-@functools.cache
-def rules_of(kind: type) -> Mapping[str, tuple[object, ...]]:
-    """The rules in the annotations of a dataclass, by field."""
-    hints = get_type_hints(kind, include_extras=True)
-    return {name: getattr(hint, "__metadata__", ()) for name, hint in hints.items()}
-
-
-def rule_problems(kind: type, values: Mapping[str, Any]) -> list[str]:
-    """Every given value that breaks the rule of its field in this dataclass.
-
-    A dataclass may add a static method `cross_check(values)` for rules over several fields; it has
-    to bear with values that are missing.
-    """
-    found = [
-        _problem(name, rule, values)
-        for name, rules in rules_of(kind).items()
-        for rule in rules
-        if values.get(name) is not None
-    ]
-    if cross_check := getattr(kind, "cross_check", None):
-        found += cross_check(values)
-    return [problem for problem in found if problem]
-
-
-def _problem(name: str, rule: object, values: Mapping[str, Any]) -> str:
-    value = values[name]
-    if isinstance(rule, OneOf) and value not in rule.choices:
-        return f"{name}: given {value!r}, allowed {', '.join(rule.choices)}"
-    if isinstance(rule, Interval) and np.any(bad := ~rule.contains(value)):
-        return f"{name}: given {_first(value, bad)}, allowed {rule}"
-    if isinstance(rule, AtMost) and values.get(rule.other) is not None:
-        other = values[rule.other]
-        if np.any(bad := np.asarray(value) > np.asarray(other)):
-            limit = f"at most {rule.other} ({_first(other, bad)})"
-            return f"{name}: given {_first(value, bad)}, allowed {limit}"
-    return ""
-
-
-def _first(value: npt.ArrayLike, bad: npt.NDArray[np.bool_]) -> str:
-    if np.ndim(value) == 0:
-        return f"{value:g}" if isinstance(value, float) else str(value)
-    index = int(np.argmax(bad))
-    return f"{np.asarray(value)[index]:g} for device {index}"
 
 
 @dataclass(frozen=True, slots=True)

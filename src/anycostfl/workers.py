@@ -26,10 +26,10 @@ from torch import Tensor, nn
 
 from anycostfl import methods, models
 from anycostfl.coupling import tensors_of
+from anycostfl.errors import BetaError, UpdateError
 from anycostfl.methods import State, Upload
 from anycostfl.shrink import ElasticModel
 from anycostfl.train import TrainOptions, count_correct, train
-from anycostfl.types import BetaError, UpdateError
 
 TEST_CHUNK = 1000
 

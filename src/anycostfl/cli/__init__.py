@@ -13,7 +13,7 @@ import sys
 import typer
 
 from anycostfl.cli._console import fail
-from anycostfl.types import AnycostError
+from anycostfl.errors import AnycostError
 
 
 def build_app() -> typer.Typer:

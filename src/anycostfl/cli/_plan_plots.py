@@ -11,16 +11,11 @@ import numpy as np
 import numpy.typing as npt
 
 from anycostfl import planner
+from anycostfl.checks import FloatArray
 from anycostfl.config import Config
+from anycostfl.errors import ConfigError, MissingExtra
 from anycostfl.fleet import channel_rate_bps
-from anycostfl.types import (
-    ConfigError,
-    Devices,
-    FloatArray,
-    MissingExtra,
-    Strategies,
-    make_devices,
-)
+from anycostfl.types import Devices, Strategies, make_devices
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -15,9 +15,9 @@ from torch import Tensor, nn
 from anycostfl import models
 from anycostfl.cli._console import emit_json, out, table
 from anycostfl.coupling import Group
+from anycostfl.errors import UnknownName
 from anycostfl.shrink import ElasticModel, SubModel
 from anycostfl.shrink.widths import regions, take
-from anycostfl.types import UnknownName
 
 
 def inspect(

@@ -15,10 +15,11 @@ import typer
 from rich import box
 
 from anycostfl import config, fleet, planner
+from anycostfl.checks import FloatArray
 from anycostfl.cli import _plan_plots
 from anycostfl.cli._console import emit_json, out, table
 from anycostfl.cli._plan_plots import Planned
-from anycostfl.types import Binds, FloatArray, Reason
+from anycostfl.types import Binds, Reason
 
 COLUMNS = (">#", ">m", ">kbit/s", ">≤ J", ">α", ">β", ">GHz", ">s", ">J", ">gain", "binds")
 SYMBOLS = {

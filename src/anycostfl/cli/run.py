@@ -16,11 +16,12 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 from anycostfl import methods
 from anycostfl.cli._console import emit_json, err, out, table
 from anycostfl.config import Config, load_preset, parse_config, to_toml
+from anycostfl.errors import ConfigError, MissingExtra
 from anycostfl.fleet import draw_cohort
 from anycostfl.records import RunWriter, open_run, totals
 from anycostfl.report import draw_curves
 from anycostfl.simulate import Snapshot, Turn, play, settle
-from anycostfl.types import ConfigError, MissingExtra, RoundRecord
+from anycostfl.types import RoundRecord
 
 
 def run(

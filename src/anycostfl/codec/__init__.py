@@ -16,7 +16,8 @@ from torch import Tensor
 from anycostfl.codec import entropy, kernels, wire
 from anycostfl.codec.fit import Fit, load_fit
 from anycostfl.codec.refine import Draft, fill
-from anycostfl.types import BetaError, PayloadError, Update, UpdateError
+from anycostfl.errors import BetaError, PayloadError, UpdateError
+from anycostfl.types import Update
 
 __all__ = ["byte_budget", "compress", "decompress"]
 

@@ -17,7 +17,8 @@ import torch
 from torch import Tensor
 
 from anycostfl.codec.wire import bond
-from anycostfl.types import PayloadError, Update, UpdateError
+from anycostfl.errors import PayloadError, UpdateError
+from anycostfl.types import Update
 
 MAGIC = b"ACFD"
 _HEADER = struct.Struct("<4sBBI8sI")

@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from anycostfl.codec.compiled import compiled
 from anycostfl.codec.kernels import Bytes, Ints, Symbols, Whole
 from anycostfl.codec.varint import Reader, varint
-from anycostfl.types import PayloadError
+from anycostfl.errors import PayloadError
 
 MIN_PRECISION, MAX_PRECISION = 6, 16
 STATE_BYTES = 8

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from anycostfl.codec import kernels, wire
 from anycostfl.codec.refine import Draft, Guess, choose
-from anycostfl.types import UnknownName
+from anycostfl.errors import UnknownName
 
 BETAS = tuple(2.0**-e for e in range(2, 11))
 

@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from anycostfl.codec.compiled import compiled
-from anycostfl.types import UpdateError
+from anycostfl.errors import UpdateError
 
 DEFAULT_BLOCK = 32
 MAX_LEVELS = 2**24 - 2  # finer than a float32 can tell apart

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from anycostfl.types import PayloadError
+from anycostfl.errors import PayloadError
 
 MAX_VARINT_BYTES = 9
 

@@ -18,7 +18,7 @@ from math import isfinite
 
 from anycostfl.codec.kernels import MAX_LEVELS, Grid
 from anycostfl.codec.varint import Reader, varint
-from anycostfl.types import PayloadError
+from anycostfl.errors import PayloadError
 
 MAGIC = b"ACFU"
 MAJOR, MINOR = 1, 0

@@ -20,7 +20,7 @@ from anycostfl.coupling.atoms import AtomClasses, Label, Reason
 from anycostfl.coupling.result import Cost, Coupling, Extent, Group, Pin, Returned, Slot, Widths
 from anycostfl.coupling.rules import RULES, unknown, whole_blocks
 from anycostfl.coupling.tracer import Labels, Tracer, evaluation, follow
-from anycostfl.types import TraceError
+from anycostfl.errors import TraceError
 
 __all__ = [
     "Coupling",

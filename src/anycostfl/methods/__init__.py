@@ -13,7 +13,9 @@ from dataclasses import dataclass, field
 
 from torch import Tensor
 
-from anycostfl.types import Devices, FloatArray, Limits, Strategies, UnknownName, Update, Workload
+from anycostfl.checks import FloatArray
+from anycostfl.errors import UnknownName
+from anycostfl.types import Devices, Limits, Strategies, Update, Workload
 
 State = Mapping[str, Tensor]
 Shapes = Mapping[str, Sequence[int]]

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from anycostfl.aggregate import optimal_weights
+from anycostfl.checks import FloatArray
 from anycostfl.codec import compress, decompress
 from anycostfl.methods import Method, Shapes, State, Upload
 from anycostfl.planner import plan_strategies
-from anycostfl.types import FloatArray, Update
+from anycostfl.types import Update
 
 
 def encode(update: State, upload: Upload, memory: State | None) -> tuple[bytes, State | None]:

@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import numpy as np
 
+from anycostfl.checks import FloatArray
 from anycostfl.codec.dense import pack_dense, unpack_dense
 from anycostfl.methods import Method, Shapes, State, Upload
 from anycostfl.planner import fixed_strategies
-from anycostfl.types import Devices, FloatArray, Limits, Strategies, Update, Workload
+from anycostfl.types import Devices, Limits, Strategies, Update, Workload
 
 
 def plan(devices: Devices, workload: Workload, limits: Limits) -> Strategies:

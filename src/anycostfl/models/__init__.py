@@ -5,7 +5,8 @@ from __future__ import annotations
 import importlib
 import pkgutil
 
-from anycostfl.types import ModelSpec, UnknownName
+from anycostfl.errors import UnknownName
+from anycostfl.types import ModelSpec
 
 
 def names() -> list[str]:

@@ -11,10 +11,11 @@ import torch
 from torch import Tensor, nn
 
 from anycostfl.coupling import Coupling, Slot, tensors_of
+from anycostfl.errors import ShapeMismatch, TraceError, UnknownName
 from anycostfl.shrink.order import Order, permute, sorting_order
 from anycostfl.shrink.verify import verified_recipe
 from anycostfl.shrink.widths import RULES, Dial, WidthPlan, make_plan, put, take
-from anycostfl.types import ShapeMismatch, TraceError, UnknownName, Update
+from anycostfl.types import Update
 
 
 @dataclass(frozen=True, slots=True, eq=False)

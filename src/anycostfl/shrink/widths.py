@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from anycostfl.coupling import Coupling, Widths
-from anycostfl.types import AlphaError, NotShrinkable
+from anycostfl.errors import AlphaError, NotShrinkable
 
 Region = tuple[slice | Tensor, ...]
 """Which indices of a global tensor a sub-model holds, per dimension; slices wherever a prefix."""

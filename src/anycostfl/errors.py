@@ -1,0 +1,59 @@
+"""Every error this package raises on purpose; each says what was given and what to do."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+
+class AnycostError(Exception):
+    """Base of every error this package raises on purpose."""
+
+
+class AlphaError(AnycostError, ValueError):
+    """A shrinking factor outside (0, 1]."""
+
+
+class TraceError(AnycostError):
+    """The model could not be run on its example input."""
+
+
+class NotShrinkable(AnycostError):  # noqa: N818 - reads as what happened
+    """A narrower sub-model was asked of a model that has no free channel."""
+
+
+class ShapeMismatch(AnycostError, ValueError):  # noqa: N818 - reads as what happened
+    """A state whose keys or shapes are not those of the model."""
+
+
+class BetaError(AnycostError, ValueError):
+    """A compression rate outside (0, 1], or too low for even an empty payload."""
+
+
+class UpdateError(AnycostError, ValueError):
+    """An update that cannot be sent: not floating point, or not finite."""
+
+
+class PayloadError(AnycostError, ValueError):
+    """Bytes that are not a payload of the expected plan."""
+
+
+class UnknownName(AnycostError, LookupError):  # noqa: N818 - reads as what happened
+    """A model, preset, method or profile that does not exist."""
+
+
+class ConfigError(AnycostError, ValueError):
+    """Values that are not allowed; every problem of one source at once."""
+
+    def __init__(self, problems: Sequence[str], source: str = "") -> None:
+        self.problems = tuple(problems)
+        where = f"{source}: " if source else ""
+        count = "1 problem" if len(self.problems) == 1 else f"{len(self.problems)} problems"
+        super().__init__("\n  - ".join([f"{where}{count}", *self.problems]))
+
+
+class MissingExtra(AnycostError, ImportError):  # noqa: N818 - reads as what happened
+    """A feature whose optional dependencies are not installed."""
+
+
+class InfeasibleBudget(AnycostError):  # noqa: N818 - reads as what happened
+    """A device that cannot afford even the smallest strategy; says the least that would do."""
