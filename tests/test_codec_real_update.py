@@ -3,13 +3,13 @@
 import fcntl
 from pathlib import Path
 
-import _updates
 import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+import _updates
 from anycostfl.codec import byte_budget, compress, decompress, entropy, kernels, wire
 from anycostfl.types import Update
 
