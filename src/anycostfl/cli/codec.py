@@ -145,12 +145,12 @@ def _show(file: Path, result: Result) -> None:
         ("decode", f"{result.decode_s * 1e3:.1f} ms"),
         ("first call of both", f"{result.first_encode_s * 1e3:.0f} ms"),
     ]
-    out.print(table(f"{file.name} at β = {result.beta:g}", ["", ">"], rows))
+    out.print(table(f"{file.name} at β = {result.beta:g}", ["figure", ">value"], rows))
     spent = [
         (kind, f"{count:,}", f"{count / result.payload_bytes:.1%}")
         for kind, count in result.bytes_by_section.items()
     ]
-    out.print(table("where the bytes went", ["", ">bytes", ">share"], spent))
+    out.print(table("where the bytes went", ["kind", ">bytes", ">share"], spent))
 
 
 def _draw(curve: list[Result], path: Path) -> None:
