@@ -24,7 +24,10 @@ class _Absent(importlib.abc.MetaPathFinder, importlib.abc.Loader):
     """Stand-ins for packages that nncodec imports and coding does not use."""
 
     def find_spec(
-        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
+        self,
+        fullname: str,
+        path: Sequence[str] | None,  # noqa: ARG002 - the protocol's
+        target: ModuleType | None = None,  # noqa: ARG002 - the protocol's
     ) -> importlib.machinery.ModuleSpec | None:
         absent = fullname.partition(".")[0] in ABSENT
         return importlib.machinery.ModuleSpec(fullname, self, is_package=True) if absent else None
