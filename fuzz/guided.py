@@ -1,7 +1,7 @@
 """Coverage-guided fuzzing of `decompress` with atheris (pip install 'anycostfl[fuzz]').
 
 python fuzz/guided.py -runs=200000 -seed=1
-NUMBA_DISABLE_JIT=1 python fuzz/guided.py -runs=20000    # coverage inside the loops as well
+NUMBA_DISABLE_JIT=1 python -W ignore fuzz/guided.py -runs=20000  # sees the loops too
 
 Coverage is that of the Python code: compiled loops are opaque to it, so run both ways. The mutator
 seals most inputs again (length and checksum), else nothing would get past the checksum.

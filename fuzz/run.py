@@ -1,7 +1,7 @@
 """Spoil payloads at random, many times, and count what happens.
 
 python fuzz/run.py --cases 1000000 --seed 0
-NUMBA_DISABLE_JIT=1 python fuzz/run.py --cases 50000    # loops in Python: a stray index raises
+NUMBA_DISABLE_JIT=1 python -W ignore fuzz/run.py --cases 50000  # a stray index raises
 """
 
 from __future__ import annotations

@@ -2,6 +2,7 @@
 
 import struct
 import zlib
+from pathlib import Path
 
 import pytest
 import torch
@@ -136,3 +137,15 @@ def test_every_byte_is_accounted_for(payload: bytes) -> None:
     assert sum(spent.values()) == len(payload)
     assert set(spent) == {"mask", "levels", "signs", "table", "header"}
     assert spent["signs"] == len(dict(split(payload))[0x86])
+
+
+def test_documented_example_is_what_the_encoder_writes() -> None:
+    text = (Path(__file__).parents[1] / "docs/wire-format.md").read_text()
+    lines = text.rpartition("## Example")[2].split("```")[1].strip().splitlines()
+    documented = bytes.fromhex("".join(line[:44] for line in lines))
+    rows = torch.tensor([[0.5, -0.5, 0, 0.5], [0, 0, 0, 0], [-0.5, 0.5, 0.5, 0.5]])
+    update = {"w": rows.repeat(1, 4)}
+    assert compress(update, 1.0, seed=0, blocks={"w": 8}, binding=b"round 7") == documented
+    decoded = decompress(documented, update, binding=b"round 7")
+    assert torch.equal(decoded.values["w"], update["w"])
+    assert decoded.masks["w"].sum(1).tolist() == [16, 0, 16]

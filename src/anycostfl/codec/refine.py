@@ -22,6 +22,7 @@ from anycostfl.codec.kernels import Doubles, Floats, Ints
 
 SWEPT_ELEMENTS = 100_000  # enough for 1 % in size; a larger update is swept in strides
 FILLED = 0.992
+EXACT = 1e-12  # relative error that is rounding: more bytes would say nothing more
 AIM = 0.997  # of the budget: the sweep's size is an estimate
 TOP_EXPONENT = 31  # L = 46,341 at most in the sweep: by then every kernel is kept
 TENSOR_BYTES, OTHER_BYTES = 8, 28  # what sections take besides masks, tables, levels, signs
@@ -90,13 +91,15 @@ def fill(draft: Draft, budget: int, guess: Guess) -> bytes:
     """The payload of least error that fits `budget` bytes and leaves little of it unused."""
     if not draft.order.size:
         return wire.pack(None, draft.tie)
-    levels, start = choose(draft, budget, guess)
+    levels, start, error = choose(draft, budget, guess)
     kept, payload = _most_kernels(draft, levels, start, budget)
     if payload is None:  # not one kernel at this L: the coarsest points are the last resort
         levels = 1
         kept, payload = _most_kernels(draft, levels, 1, budget)
     if payload is None:
         return wire.pack(None, draft.tie)
+    if kept == draft.order.size and error <= EXACT * draft.norms.energy.sum():
+        return payload
     if len(payload) < FILLED * budget:
         # Whole kernels are too coarse to use the rest, or none is left: finer points can.
         finer, better = _most_levels(draft, kept, levels, budget)
@@ -155,8 +158,8 @@ def _largest(  # noqa: PLR0917 - a search has bounds, a start and an end
     return fits, best
 
 
-def choose(draft: Draft, budget: int, guess: Guess) -> tuple[int, int]:
-    """The levels of least expected error for this budget, and how many kernels they allow."""
+def choose(draft: Draft, budget: int, guess: Guess) -> tuple[int, int, float]:
+    """The levels of least expected error, how many kernels they allow, and that error."""
     sweep = _Sweep.of(draft, budget, guess.sparsity)
     seen: dict[int, tuple[float, int]] = {}
 
@@ -176,7 +179,7 @@ def choose(draft: Draft, budget: int, guess: Guess) -> tuple[int, int]:
     kept = max(1, seen[best][1])
     # The sweep's step belongs to the largest of all elements; the kept ones may reach less far.
     reach = draft.norms.largest[draft.order[:kept]].max() / draft.norms.largest.max()
-    return max(1, round(2 ** (best / 2) * float(reach))), kept
+    return max(1, round(2 ** (best / 2) * float(reach))), kept, seen[best][0]
 
 
 @dataclass(frozen=True, slots=True)

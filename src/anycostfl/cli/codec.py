@@ -1,0 +1,170 @@
+"""`anycostfl codec FILE.safetensors`: what an update costs in bytes, and what that loses."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from safetensors import SafetensorError
+from safetensors.torch import load_file
+from torch import Tensor
+
+from anycostfl.cli._console import emit_json, out, table
+from anycostfl.errors import AnycostError, UpdateError
+
+SWEEP = (4, 8, 15, 25, 40, 65, 100, 160, 250, 400, 630, 1000)
+
+
+@dataclass(frozen=True, slots=True)
+class Result:
+    """One update through the codec and back."""
+
+    beta: float
+    elements: int
+    budget_bytes: int
+    payload_bytes: int
+    bytes_by_section: dict[str, int]
+    kept_share: float
+    relative_error: float
+    cosine: float
+    first_encode_s: float
+    encode_s: float
+    decode_s: float
+
+
+def codec(
+    file: Annotated[Path, typer.Argument(help="An update: tensors by name.", dir_okay=False)],
+    beta: Annotated[float, typer.Option(help="Payload bits over 32 bits per element.")] = 0.02,
+    seed: Annotated[int, typer.Option(help="Seed of the quantizer's draws.")] = 0,
+    block: Annotated[
+        list[str] | None,
+        typer.Option(help="NAME=N: N consecutive inputs of this weight belong to one channel."),
+    ] = None,
+    sweep: Annotated[
+        Path | None, typer.Option(help="Also draw error against bytes into this image.")
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of tables.")] = False,
+) -> None:
+    """Compress one update, decode it, and show size, error, time and where the bytes went."""
+    update, blocks = _load(file), _blocks(block or [])
+    result = measure(update, beta, seed, blocks)
+    least = 26 / (4 * result.elements)  # below, a rate does not buy an empty payload
+    curve = [measure(update, 1 / n, seed, blocks) for n in SWEEP if sweep and 1 / n > least]
+    if sweep:
+        _draw(curve, sweep)
+    if as_json:
+        emit_json(asdict(result) | {"sweep": [asdict(point) for point in curve]})
+        return
+    _show(file, result)
+    if curve:
+        columns = [">beta", ">bytes", ">relative error"]
+        out.print(table(f"drawn into {sweep}", columns, [_point(result) for result in curve]))
+
+
+def measure(update: dict[str, Tensor], beta: float, seed: int, blocks: dict[str, int]) -> Result:
+    """Encode twice (the first call may compile), decode, compare."""
+    from anycostfl.codec import (  # noqa: PLC0415 - keeps numba out of every other command
+        byte_budget,
+        compress,
+        decompress,
+    )
+    from anycostfl.codec.wire import bytes_by_section  # noqa: PLC0415
+
+    started = time.perf_counter()
+    payload = compress(update, beta, seed=seed, blocks=blocks)
+    decompress(payload, update)
+    compiled = time.perf_counter()
+    compress(update, beta, seed=seed, blocks=blocks)
+    encoded = time.perf_counter()
+    decoded = decompress(payload, update)
+    done = time.perf_counter()
+    elements = sum(tensor.numel() for tensor in update.values())
+    error, cosine = _compare(update, decoded.values)
+    return Result(
+        beta=beta,
+        elements=elements,
+        budget_bytes=byte_budget(beta, elements),
+        payload_bytes=len(payload),
+        bytes_by_section=bytes_by_section(payload),
+        kept_share=sum(int(mask.sum()) for mask in decoded.masks.values()) / elements,
+        relative_error=error,
+        cosine=cosine,
+        first_encode_s=compiled - started,
+        encode_s=encoded - compiled,
+        decode_s=done - encoded,
+    )
+
+
+def _compare(update: dict[str, Tensor], decoded: dict[str, Tensor]) -> tuple[float, float]:
+    pairs = [(u.double(), decoded[name].double()) for name, u in update.items()]
+    own = sum(float(u.square().sum()) for u, _ in pairs)
+    other = sum(float(v.square().sum()) for _, v in pairs)
+    lost = sum(float((u - v).square().sum()) for u, v in pairs)
+    inner = sum(float((u * v).sum()) for u, v in pairs)
+    norms = (own * other) ** 0.5
+    return lost / own if own else 0.0, inner / norms if norms else 0.0
+
+
+def _load(file: Path) -> dict[str, Tensor]:
+    try:
+        return load_file(file)
+    except FileNotFoundError as error:
+        raise UpdateError(f"no file {file}") from error
+    except (SafetensorError, OSError) as error:
+        raise UpdateError(f"{file} is not a safetensors file: {error}") from error
+
+
+def _blocks(options: list[str]) -> dict[str, int]:
+    blocks = {}
+    for option in options:
+        name, _, count = option.rpartition("=")
+        if not name or not count.isdigit():
+            raise UpdateError(f"--block {option!r} is not NAME=N, as in fc1.weight=49")
+        blocks[name] = int(count)
+    return blocks
+
+
+def _point(result: Result) -> tuple[str, str, str]:
+    size = f"{result.payload_bytes:,}"
+    return f"1/{1 / result.beta:.0f}", size, f"{result.relative_error:.4g}"
+
+
+def _show(file: Path, result: Result) -> None:
+    used = result.payload_bytes / result.budget_bytes
+    rows = [
+        ("elements", f"{result.elements:,}"),
+        ("payload", f"{result.payload_bytes:,} bytes"),
+        ("budget", f"{result.budget_bytes:,} bytes, {used:.1%} used"),
+        ("kept", f"{result.kept_share:.1%} of the elements"),
+        ("relative error", f"{result.relative_error:.4g}"),
+        ("cosine", f"{result.cosine:.4f}"),
+        ("encode", f"{result.encode_s * 1e3:.1f} ms"),
+        ("decode", f"{result.decode_s * 1e3:.1f} ms"),
+        ("first call of both", f"{result.first_encode_s * 1e3:.0f} ms"),
+    ]
+    out.print(table(f"{file.name} at β = {result.beta:g}", ["figure", ">value"], rows))
+    spent = [
+        (kind, f"{count:,}", f"{count / result.payload_bytes:.1%}")
+        for kind, count in result.bytes_by_section.items()
+    ]
+    out.print(table("where the bytes went", ["kind", ">bytes", ">share"], spent))
+
+
+def _draw(curve: list[Result], path: Path) -> None:
+    try:
+        from matplotlib.figure import Figure  # noqa: PLC0415 - an extra
+    except ImportError as error:
+        raise AnycostError("--sweep needs matplotlib: pip install 'anycostfl[plots]'") from error
+    figure = Figure(figsize=(6, 4), layout="constrained")
+    axes = figure.subplots()
+    axes.loglog([p.payload_bytes for p in curve], [p.relative_error for p in curve], marker="o")
+    axes.set_xlabel("payload in bytes")
+    axes.set_ylabel("relative squared error")
+    axes.grid(visible=True, which="both", alpha=0.3)
+    try:
+        figure.savefig(path)
+    except (OSError, ValueError) as error:
+        raise AnycostError(f"cannot draw into {path}: {error}") from error
