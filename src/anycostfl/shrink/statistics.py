@@ -21,6 +21,8 @@ def recalibrate(module: nn.Module, batches: Iterable[Tensor]) -> None:
         for m in module.modules()
         if isinstance(m, nn.modules.batchnorm._BatchNorm) and m.track_running_stats
     ]
+    if not norms:
+        return
     momenta = [norm.momentum for norm in norms]
     with evaluation(module):  # dropout stays off
         for norm in norms:
