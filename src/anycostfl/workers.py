@@ -8,17 +8,16 @@ do not depend on how many there are.
 
 from __future__ import annotations
 
+import contextlib
 import enum
 import multiprocessing
-import os
 import signal
-import threading
 from collections.abc import Iterator, Mapping, Sequence
-from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
-from multiprocessing.connection import wait
-from typing import Protocol
+from multiprocessing.connection import Connection, wait
+from multiprocessing.process import BaseProcess
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -26,12 +25,16 @@ from torch import Tensor, nn
 
 from anycostfl import methods, models
 from anycostfl.coupling import tensors_of
-from anycostfl.errors import BetaError, UpdateError
+from anycostfl.errors import AnycostError, BetaError, UpdateError
 from anycostfl.methods import State, Upload
 from anycostfl.shrink import ElasticModel
 from anycostfl.train import TrainOptions, count_correct, train
 
 TEST_CHUNK = 1000
+
+
+class WorkerDied(AnycostError):  # noqa: N818 - reads as what happened
+    """A process of the pool is gone."""
 
 
 class Purpose(enum.IntEnum):
@@ -190,58 +193,90 @@ class InProcess:
 
 
 class Pool:
-    """Several processes; the heaviest jobs start first, replies come in the order of the jobs."""
+    """Several processes, each with a pipe of its own.
+
+    The heaviest jobs start first; replies are handed on in the order of the jobs.
+    """
 
     def __init__(self, device_side: DeviceSide, workers: int) -> None:
         self._side = device_side
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload([__name__])
-        self._pool = ProcessPoolExecutor(
-            workers, context, _start_worker, (device_side.shared.in_shared_memory(),)
-        )
+        shared = device_side.shared.in_shared_memory()
+        self._pipes: dict[Connection, BaseProcess] = {}
+        for _ in range(workers):
+            mine, theirs = context.Pipe()
+            process = context.Process(target=_serve, args=(theirs, shared), daemon=True)
+            process.start()
+            theirs.close()
+            self._pipes[mine] = process
 
     def __enter__(self) -> Pool:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._pool.shutdown(wait=True, cancel_futures=True)
+        for pipe, process in self._pipes.items():
+            process.terminate()
+            pipe.close()
+        for process in self._pipes.values():
+            process.join()
 
     def perform(self, jobs: Sequence[Job]) -> Iterator[Reply]:
         """The replies, in the order of the jobs."""
         counts = self._side.sample_counts()
-        heaviest_first = sorted(jobs, key=lambda job: -job.alpha * float(counts[job.device]))
-        futures = {job.device: self._pool.submit(_perform, job) for job in heaviest_first}
-        return (futures[job.device].result() for job in jobs)
+        weights = [job.alpha * float(counts[job.device]) for job in jobs]
+        heaviest_first = sorted(range(len(jobs)), key=lambda i: -weights[i])
+        return self._run("perform", jobs, heaviest_first)
 
     def correct(self) -> int:
         """How many of all test images the global model classifies rightly."""
-        return sum(self._pool.map(_correct, self._side.test_chunks()))
+        starts = self._side.test_chunks()
+        return sum(self._run("correct", starts, list(range(len(starts)))))
+
+    def _run(self, task: str, arguments: Sequence[Any], order: list[int]) -> Iterator[Any]:
+        """Give out the arguments in one order, return the results in the other."""
+        waiting, busy, results = list(reversed(order)), dict[Connection, int](), dict[int, Any]()
+        for wanted in range(len(arguments)):
+            while wanted not in results:
+                for pipe in self._pipes:
+                    if waiting and pipe not in busy:
+                        busy[pipe] = waiting.pop()
+                        pipe.send((task, arguments[busy[pipe]]))
+                for pipe in self._ready(list(busy)):
+                    results[busy.pop(pipe)] = self._receive(pipe)
+            yield results.pop(wanted)
+
+    def _ready(self, pipes: list[Connection]) -> list[Connection]:
+        """Wait until some of these pipes have something to say, if only that they broke."""
+        return [pipe for pipe in wait(pipes) if isinstance(pipe, Connection)]
+
+    def _receive(self, pipe: Connection) -> Any:
+        try:
+            result = pipe.recv()
+        except (EOFError, OSError) as error:
+            code = self._pipes[pipe].exitcode
+            raise WorkerDied(
+                f"a worker process died (exit code {code}), perhaps for lack of memory. "
+                "Go on with --resume, perhaps with fewer --workers"
+            ) from error
+        if isinstance(result, Exception):
+            raise result
+        return result
 
 
-_worker: DeviceSide  # one per process of a pool, set when it starts
-
-
-def _start_worker(shared: Shared) -> None:
-    global _worker  # noqa: PLW0603 - a process pool has no other place for it
+def _serve(pipe: Connection, shared: Shared) -> None:
+    """Do what the pipe asks for, until it closes."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the server to handle
-    threading.Thread(target=_leave_with_parent, daemon=True).start()
     torch.set_num_threads(1)
-    _worker = DeviceSide(shared)
-
-
-def _leave_with_parent() -> None:
-    """End this process when the one that started it is gone, however it went."""
-    if (parent := multiprocessing.parent_process()) is not None:
-        wait([parent.sentinel])
-        os._exit(1)
-
-
-def _perform(job: Job) -> Reply:
-    return _worker.perform(job)
-
-
-def _correct(start: int) -> int:
-    return _worker.correct(start)
+    side = DeviceSide(shared)
+    with contextlib.suppress(EOFError, BrokenPipeError):  # the server is gone, and so are we
+        while True:
+            task, argument = pipe.recv()
+            try:
+                result = getattr(side, task)(argument)
+            except Exception as error:
+                result = error
+            pipe.send(result)
 
 
 @contextmanager
