@@ -146,7 +146,8 @@ class DeviceSide:
         """How many test images of one chunk the global model classifies rightly."""
         chunk = slice(start, start + TEST_CHUNK)
         images, labels = self.shared.test_images[chunk], self.shared.test_labels[chunk]
-        return count_correct(self.net.module, images, labels)
+        wide = self.shared.options.channels_last
+        return count_correct(self.net.shrink(1.0).module, images, labels, channels_last=wide)
 
 
 def bind(module: nn.Module, tensors: Mapping[str, Tensor]) -> None:
