@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from anycostfl.coupling import Coupling, Slot, tensors_of
 from anycostfl.errors import ShapeMismatch, TraceError, UnknownName
-from anycostfl.shrink.order import Order, permute, sorting_order
+from anycostfl.shrink.order import Order, permute, permute_in_place, sorting_order
 from anycostfl.shrink.verify import verified_recipe
 from anycostfl.shrink.widths import RULES, Dial, WidthPlan, make_plan, put, take
 from anycostfl.types import Update
@@ -71,9 +71,7 @@ class ElasticModel:
         """Put important channels first (Sec. III-B.1); returns the order, to move other state."""
         state = tensors_of(self.module)
         order = sorting_order(self.coupling, state)
-        with torch.no_grad():
-            for name, moved in permute(self.coupling, state, order).items():
-                state[name].copy_(moved)
+        permute_in_place(self.coupling, state, order)
         return order
 
     def permute(self, state: Mapping[str, Tensor], order: Order) -> dict[str, Tensor]:

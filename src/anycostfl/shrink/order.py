@@ -54,16 +54,28 @@ def permute(coupling: Coupling, state: Mapping[str, Tensor], order: Order) -> di
     return result
 
 
-def _gather(tensor: Tensor, dim: int, source: Tensor) -> Tensor:
+def permute_in_place(coupling: Coupling, state: Mapping[str, Tensor], order: Order) -> None:
+    """As `permute`, into the tensors themselves, each copied no more often than need be."""
+    for name, moves in _sources(coupling, state, order).items():
+        moved = state[name].detach()
+        *first, (last_dim, last_source) = moves.items()
+        for dim, source in first:
+            moved = _gather(moved, dim, source)
+        source_tensor = moved if first else moved.clone()
+        _gather(source_tensor, last_dim, last_source, out=state[name].detach())
+
+
+def _gather(tensor: Tensor, dim: int, source: Tensor, out: Tensor | None = None) -> Tensor:
     """index_select, by blocks where a channel owns several neighbours (a flattened image)."""
     breaks = (source.diff() != 1).nonzero()
     block = math.gcd(len(source), *(breaks.flatten() + 1).tolist())
-    if block > 1 and (source[::block] % block == 0).all():
-        shape = tensor.shape
-        blocks = tensor.reshape(*shape[:dim], -1, block, *shape[dim + 1 :])
-        moved = blocks.index_select(dim, (source[::block] // block).to(tensor.device))
-        return moved.view(shape)
-    return tensor.index_select(dim, source.to(tensor.device))
+    shape = tensor.shape
+    if block > 1 and (source[::block] % block == 0).all() and tensor.is_contiguous():
+        shape = torch.Size((*shape[:dim], shape[dim] // block, block, *shape[dim + 1 :]))
+        source = source[::block] // block
+    target = None if out is None else out.view(shape)
+    moved = torch.index_select(tensor.view(shape), dim, source.to(tensor.device), out=target)
+    return moved.view(tensor.shape)
 
 
 def _sources(
