@@ -1,11 +1,11 @@
 """The simulators side by side on W1, each peer in its own environment, one contestant at a time.
 
 A pass runs every contestant once, each in a fresh process: the bare loop and our simulator of
-benchmarks/simulator.py, then the peers that were given an interpreter. Passes alternate, so a
-disturbance of the machine does not hit one contestant only. Rounds during which the rest of the
-machine took more than `--quiet` cores are left out, as is each run's first. Printed are the median
-seconds per round, the ratio to the bare loop, CPU seconds per round, and the peak memory of the
-process tree (proportional set size: pages that processes share count once).
+benchmarks/simulator.py, then the peers that were given an interpreter. Every other pass goes in
+reverse order, so that a drift of the machine's speed cancels. Left out are each run's first round
+and rounds during which the rest of the machine took more than `--quiet` cores. Printed are the
+median seconds per round, the ratio to the bare loop, CPU seconds per round, and the peak memory of
+the process tree (proportional set size: pages that processes share count once).
 
     python benchmarks/peers/compare.py --flower FLOWER_ENV/bin/python --pfl PFL_ENV/bin/python
 
@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 import statistics
 import subprocess
@@ -136,28 +137,25 @@ def run(name: str, command: list[str], rounds: int) -> dict[str, Any]:
     return {"name": name, "failed": failed, "rounds": seen, **peak}
 
 
-def row(runs: list[dict[str, Any]], quiet: float, bare: float | None) -> tuple[str, float | None]:
-    """A contestant's line of the table, and its median."""
+def row(runs: list[dict[str, Any]], quiet: float, bare: float) -> tuple[list[str], float]:
+    """A contestant's cells of the table, and its median; NaN if no round can be used."""
     good = [r for r in runs if not r["failed"]]
     later = [turn for r in good for turn in r["rounds"][1:]]
     kept = [turn for turn in later if turn[2] <= quiet * turn[0]]
     if not kept:
-        return (
-            f"| {runs[0]['name']} | {len(runs) - len(good)} failed, none quiet | | | | | | |",
-            None,
-        )
+        return [f"no quiet round of {len(later)}, {len(runs) - len(good)} runs failed"], math.nan
     seconds = [turn[0] for turn in kept]
     median = statistics.median(seconds)
-    cells = (
+    cells = [
         f"{median:.2f}",
         f"{min(seconds):.2f}–{max(seconds):.2f}",
         f"{len(kept)} of {len(later)}",
-        f"{median / (bare or median):.2f}",
+        f"{median / bare:.2f}" if bare else "1",
         f"{statistics.median(turn[1] for turn in kept):.2f}",
         f"{min(r['rounds'][0][0] for r in good):.1f}",
         f"{max(r['megabytes'] for r in good):.0f} in {max(r['processes'] for r in good):.0f}",
-    )
-    return f"| {runs[0]['name']} | " + " | ".join(cells) + " |", median
+    ]
+    return cells, median
 
 
 def table(records: list[dict[str, Any]], quiet: float) -> str:
@@ -166,11 +164,11 @@ def table(records: list[dict[str, Any]], quiet: float) -> str:
         "| | s/round | range | rounds | ratio | CPU s/round | first round | peak MB, processes |",
         "|---|---|---|---|---|---|---|---|",
     ]
-    bare: float | None = None
-    for name in dict.fromkeys(record["name"] for record in records):
-        line, median = row([r for r in records if r["name"] == name], quiet, bare)
-        lines.append(line)
-        bare = median if name == BARE else bare
+    bare = 0.0
+    for name in dict.fromkeys([BARE, *(record["name"] for record in records)]):
+        cells, median = row([r for r in records if r["name"] == name], quiet, bare)
+        lines.append(f"| {' | '.join([name, *cells])} |")
+        bare = bare or median
     return "\n".join(lines)
 
 
@@ -179,12 +177,14 @@ def compare(arguments: argparse.Namespace) -> None:
     records: list[dict[str, Any]] = []
     if arguments.out and arguments.out.exists():
         records = [json.loads(line) for line in arguments.out.read_text().splitlines()]
+    order = list(commands(arguments.flower, arguments.pfl).items())
     for _ in range(arguments.passes):
-        for name, command in commands(arguments.flower, arguments.pfl).items():
+        for name, command in order[:: -1 if arguments.reverse else 1]:
             records.append(run(name, command, arguments.rounds))
             if arguments.out:
                 with arguments.out.open("a") as file:
                     file.write(json.dumps(records[-1]) + "\n")
+        arguments.reverse = not arguments.reverse
     print(table(records, arguments.quiet))
 
 
@@ -195,6 +195,7 @@ def main() -> None:
     parser.add_argument("--pfl", help="interpreter of pfl's environment")
     parser.add_argument("--rounds", type=int, default=4, help="of which the first is left out")
     parser.add_argument("--passes", type=int, default=2)
+    parser.add_argument("--reverse", action="store_true", help="begin with the last contestant")
     parser.add_argument("--quiet", type=float, default=0.1, help="cores others may take in a round")
     parser.add_argument("--out", type=Path, help="JSON-lines file to append the runs to")
     parser.add_argument("--own", choices=(BARE, *OWN), help=argparse.SUPPRESS)
