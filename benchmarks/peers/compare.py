@@ -196,7 +196,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=4, help="of which the first is left out")
     parser.add_argument("--passes", type=int, default=2)
     parser.add_argument("--reverse", action="store_true", help="begin with the last contestant")
-    parser.add_argument("--quiet", type=float, default=0.1, help="cores others may take in a round")
+    parser.add_argument("--quiet", type=float, default=0.2, help="cores others may take in a round")
     parser.add_argument("--out", type=Path, help="JSON-lines file to append the runs to")
     parser.add_argument("--own", choices=(BARE, *OWN), help=argparse.SUPPRESS)
     arguments = parser.parse_args()
