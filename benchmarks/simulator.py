@@ -2,9 +2,10 @@
 
 W1: Fashion-MNIST, 60 devices × 1000 samples IID, 15 a round, McMahan CNN, SGD lr .01, batch 32, one
 local epoch. The bare loop keeps two processes with one thread each, all data in one tensor, a
-resident channels_last model, weights in shared memory, and sums of updates instead of updates. It
-plans nothing, encodes nothing and records nothing. Rounds of the bare loop and of the simulator
-alternate in one run, without evaluation; the median is reported, the first round left out.
+resident channels_last model, weights in shared memory, and sums of updates instead of updates;
+whoever is free takes the next device. It plans nothing, encodes nothing and records nothing. Rounds
+of the bare loop and of the simulator alternate in one run, without evaluation; the median is
+reported, the first round left out.
 
     python benchmarks/simulator.py [--rounds 4] [--growth]
 
@@ -15,6 +16,7 @@ of 5 to 60.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import multiprocessing
 import resource
 import statistics
@@ -22,7 +24,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from multiprocessing.connection import Connection
+from multiprocessing.connection import Connection, wait
 
 import torch
 import torch.nn.functional as F
@@ -38,18 +40,16 @@ WORKERS, COHORT, SAMPLES, BATCH, RATE = 2, 15, 1000, 32, 0.01
 def bare_worker(
     pipe: Connection, images: Tensor, labels: Tensor, weights: list[Tensor], total: list[Tensor]
 ) -> None:
-    """Train the devices named on the pipe; add their updates to a shared sum."""
+    """Train each device that the pipe names; add its update to a shared sum."""
     torch.set_num_threads(1)
     module = models.load("cnn").build().to(memory_format=torch.channels_last)  # type: ignore[call-overload]
     own = list(module.parameters())
-    while (devices := pipe.recv()) is not None:
-        for buffer in total:
-            buffer.zero_()
-        for device in devices:
+    with contextlib.suppress(EOFError):  # the benchmark is over
+        while True:
+            first = pipe.recv() * SAMPLES
             with torch.no_grad():
                 for parameter, weight in zip(own, weights, strict=True):
                     parameter.copy_(weight)
-            first = device * SAMPLES
             order = torch.randperm(SAMPLES) + first
             for start in range(0, SAMPLES, BATCH):
                 chosen = order[start : start + BATCH]
@@ -60,7 +60,7 @@ def bare_worker(
             with torch.no_grad():
                 for buffer, parameter, weight in zip(total, own, weights, strict=True):
                     buffer.add_(weight - parameter)
-        pipe.send(True)
+            pipe.send(True)
 
 
 def shared(tensor: Tensor) -> Tensor:
@@ -84,13 +84,21 @@ def bare_rounds(dataset: data.Dataset) -> Iterator[float]:
         sums.append(total)
     while True:
         start = time.perf_counter()
-        cohort = torch.randperm(60)[:COHORT].tolist()
-        for worker, pipe in enumerate(pipes):
-            pipe.send(cohort[worker::WORKERS])
-        for pipe in pipes:
-            pipe.recv()
+        waiting: list[int] = torch.randperm(60)[:COHORT].tolist()
+        busy: list[Connection] = []
+        idle = list(pipes)
+        while waiting or busy:
+            while waiting and idle:  # whoever is free takes the next device
+                busy.append(idle.pop())
+                busy[-1].send(waiting.pop())
+            for pipe in [p for p in wait(busy) if isinstance(p, Connection)]:
+                pipe.recv()
+                busy.remove(pipe)
+                idle.append(pipe)
         for index, weight in enumerate(weights):
             weight.sub_(sum(total[index] for total in sums) / COHORT)
+            for total in sums:
+                total[index].zero_()
         yield time.perf_counter() - start
 
 
