@@ -10,6 +10,8 @@ import sys
 import time
 from pathlib import Path
 
+import pytest
+
 from small_runs import small_overrides
 
 PROGRAM = str(Path(sys.executable).with_name("anycostfl"))
@@ -46,10 +48,11 @@ def test_a_saved_configuration_repeats_the_run(tmp_path: Path) -> None:
     assert journals[0] == journals[1]
 
 
-def test_ctrl_c_saves_and_resume_goes_on(tmp_path: Path) -> None:
+@pytest.mark.parametrize("workers", ["1", "2"])
+def test_ctrl_c_saves_and_leaves_nothing_behind(tmp_path: Path, workers: str) -> None:
     arguments = ["run", *sets(tmp_path, "run.rounds=500", "run.checkpoint_every=400"), "--out", "x"]
     process = subprocess.Popen(
-        [PROGRAM, *arguments, "--workers", "1"],
+        [PROGRAM, *arguments, "--workers", workers],
         cwd=tmp_path,
         stdout=subprocess.PIPE,
         text=True,
@@ -66,6 +69,18 @@ def test_ctrl_c_saves_and_resume_goes_on(tmp_path: Path) -> None:
     assert "anycostfl run --resume x" in output
     rounds = journal.read_text().count("\n")
     assert (tmp_path / f"x/checkpoint-{rounds}.safetensors").exists()
+    deadline = time.monotonic() + 10
+    while _group_lives(process.pid):  # workers and fork server go with the run
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
+
+
+def _group_lives(group: int) -> bool:
+    try:
+        os.killpg(group, 0)
+    except ProcessLookupError:
+        return False
+    return True
 
 
 def test_a_dry_run_writes_nothing(tmp_path: Path) -> None:
