@@ -129,6 +129,11 @@ class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch leave
             return self.reason(call, "meets the model's input")
         return self.reason(call, "meets a dimension that cannot shrink")
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """Spare torch from loading its compiler (two seconds) only to leave this class alone."""
+        return False
+
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:  # signature fixed by torch
