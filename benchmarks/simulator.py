@@ -118,8 +118,8 @@ def side_by_side(rounds: int) -> None:
     contestants: dict[str, Iterator[float]] = {
         "bare loop": bare_rounds(dataset),
         "simulator, FedAvg": simulated_rounds("run.method=fedavg"),
-        "simulator, AnycostFL, widths sqrt": simulated_rounds(),
-        "simulator, AnycostFL, widths fast": simulated_rounds("model.widths=fast"),
+        "simulator, AnycostFL, widths sqrt": simulated_rounds("model.widths=sqrt"),
+        "simulator, AnycostFL, widths fast": simulated_rounds(),
     }
     seconds: dict[str, list[float]] = {name: [] for name in contestants}
     for number in range(rounds + 1):

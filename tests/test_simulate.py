@@ -11,7 +11,9 @@ import torch
 
 from anycostfl import methods
 from anycostfl.errors import ConfigError
-from anycostfl.simulate import Turn, play, prepare
+from anycostfl.experiment import prepare
+from anycostfl.runs import Turn
+from anycostfl.simulate import play
 from anycostfl.workers import DeviceSide, Job, Purpose, Reply, draw_seed
 from small_runs import small_config
 

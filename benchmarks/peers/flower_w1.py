@@ -83,8 +83,8 @@ def resident_model(kernels: str) -> Cnn:
 
 def train(message: Message, context: Context) -> Message:
     """One local epoch of SGD on the device's own samples."""
-    model = resident_model(message.content["config"]["kernels"])
-    model.load_state_dict(message.content["arrays"].to_torch_state_dict())
+    model = resident_model(str(message.content.config_records["config"]["kernels"]))
+    model.load_state_dict(message.content.array_records["arrays"].to_torch_state_dict())
     images, labels = fashion_mnist()
     order = torch.randperm(SAMPLES) + int(context.node_config["partition-id"]) * SAMPLES
     optimizer = torch.optim.SGD(model.parameters(), lr=RATE)
@@ -93,11 +93,10 @@ def train(message: Message, context: Context) -> Message:
         optimizer.zero_grad()
         F.cross_entropy(model(images[chosen]), labels[chosen]).backward()  # type: ignore[no-untyped-call]
         optimizer.step()
-    content = {
-        "arrays": ArrayRecord(model.state_dict()),
-        "metrics": MetricRecord({"num-examples": SAMPLES}),
-    }
-    return Message(content=RecordDict(content), reply_to=message)
+    content = RecordDict()
+    content["arrays"] = ArrayRecord(model.state_dict())
+    content["metrics"] = MetricRecord({"num-examples": SAMPLES})
+    return Message(content=content, reply_to=message)
 
 
 def client_app() -> ClientApp:
@@ -119,7 +118,7 @@ def server_app(rounds: int, kernels: str) -> ServerApp:
             print(f"round {number} {now - clock[0]:.4f}", flush=True)
         clock[0] = now
 
-    @app.main()  # type: ignore[untyped-decorator]
+    @app.main()
     def main(grid: Grid, context: Context) -> None:
         del context
         strategy = FedAvg(

@@ -36,6 +36,7 @@ class Training:
     weight_decay: Annotated[float, Interval(0.0)] = 0.0
     clip_norm: Annotated[float, Interval(0.0)] = 0.0  # 0 is off
     precision: Annotated[str, OneOf(("auto", "fp32", "bf16"))] = "auto"
+    device: Annotated[str, OneOf(("auto", "cpu", "cuda"))] = "auto"
     channels_last: bool = True
 
     def __post_init__(self) -> None:
@@ -84,6 +85,7 @@ class Run:
     seed: Annotated[int, Interval(0.0)] = 0
     evaluate_every: Count = 1
     checkpoint_every: Count = 5
+    weigh_samples: bool | None = None  # multiply weights by |D_i|; unset: as the method does
 
     def __post_init__(self) -> None:
         check_fields(self)

@@ -29,6 +29,7 @@ class TrainOptions:
     clip_norm: float = 0.0
     bf16: bool = False
     channels_last: bool = True
+    device: str = "cpu"  # where torch computes: "cpu" or "cuda"
 
 
 def train(
@@ -38,7 +39,9 @@ def train(
     options: TrainOptions,
     generator: torch.Generator,
 ) -> dict[str, Tensor]:
-    """Train in place; returns the update of every trained parameter."""
+    """Train in place; returns the update of every trained parameter, in main memory."""
+    module.to(options.device)
+    images, labels = images.to(options.device), labels.to(options.device)
     before = {n: p.detach().clone() for n, p in module.named_parameters() if p.requires_grad}
     wide = options.channels_last and images.dim() == 4
     layout = torch.channels_last if wide else torch.contiguous_format
@@ -49,14 +52,14 @@ def train(
     for _ in range(options.epochs):
         order = torch.randperm(len(labels), generator=generator)
         for start in range(0, len(order), options.batch):
-            chosen = order[start : start + options.batch]
+            chosen = order[start : start + options.batch].to(options.device)
             batch = images[chosen].contiguous(memory_format=layout)
             with torch.autocast(labels.device.type, torch.bfloat16, enabled=options.bf16):
                 logits = module(batch)
             loss = F.cross_entropy(logits.float(), labels[chosen])
             step(weights, list(torch.autograd.grad(loss, weights)), velocity, options)
     after = dict(module.named_parameters())
-    return {n: (w - after[n].detach()).contiguous() for n, w in before.items()}
+    return {n: (w - after[n].detach()).contiguous().cpu() for n, w in before.items()}
 
 
 @torch.no_grad()
@@ -85,8 +88,11 @@ def count_correct(
     batch: int = 100,
     *,
     channels_last: bool = False,
+    device: str = "cpu",
 ) -> int:
     """How many images the module classifies rightly; leaves it in evaluation mode."""
+    module.to(device)
+    images, labels = images.to(device), labels.to(device)
     if channels_last and images.dim() == 4:
         module.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
         images = images.contiguous(memory_format=torch.channels_last)

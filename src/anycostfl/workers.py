@@ -26,7 +26,7 @@ from torch import Tensor, nn
 from anycostfl import methods, models
 from anycostfl.coupling import tensors_of
 from anycostfl.errors import AnycostError, BetaError, UpdateError
-from anycostfl.methods import State, Upload
+from anycostfl.methods import Method, State, Upload
 from anycostfl.shrink import ElasticModel
 from anycostfl.train import TrainOptions, count_correct, train
 
@@ -113,21 +113,15 @@ class DeviceSide:
         self.net = ElasticModel(module, shared.train_images[:2], rule=shared.widths)
 
     def perform(self, job: Job) -> Reply:
-        """Shrink, train, compress (Sec. III-A.1 and III-A.2)."""
-        module = self.net.shrink(job.alpha).module
+        """Cut the device's sub-model and let the device work on its own samples."""
         chosen = self.samples_of(job.device)
-        update = train(
-            module,
-            self.shared.train_images[chosen],
-            self.shared.train_labels[chosen],
+        return work(
+            self.net.shrink(job.alpha).module,
+            (self.shared.train_images[chosen], self.shared.train_labels[chosen]),
             self.shared.options,
-            torch.Generator().manual_seed(job.seed),
+            self.method,
+            job,
         )
-        try:
-            payload, memory = self.method.encode(update, job.upload, job.memory)
-        except (UpdateError, BetaError) as error:
-            return Reply(job.device, error=str(error), memory=job.memory)
-        return Reply(job.device, payload, memory=memory)
 
     def samples_of(self, device: int) -> Tensor:
         """The indices of a device's training samples."""
@@ -146,8 +140,30 @@ class DeviceSide:
         """How many test images of one chunk the global model classifies rightly."""
         chunk = slice(start, start + TEST_CHUNK)
         images, labels = self.shared.test_images[chunk], self.shared.test_labels[chunk]
-        wide = self.shared.options.channels_last
-        return count_correct(self.net.shrink(1.0).module, images, labels, channels_last=wide)
+        options = self.shared.options
+        return count_correct(
+            self.net.shrink(1.0).module,
+            images,
+            labels,
+            channels_last=options.channels_last,
+            device=options.device,
+        )
+
+
+def work(
+    module: nn.Module,
+    samples: tuple[Tensor, Tensor],
+    options: TrainOptions,
+    method: Method,
+    job: Job,
+) -> Reply:
+    """What a device does with its sub-model: train, compress (Sec. III-A.1 and III-A.2)."""
+    update = train(module, *samples, options, torch.Generator().manual_seed(job.seed))
+    try:
+        payload, memory = method.encode(update, job.upload, job.memory)
+    except (UpdateError, BetaError) as error:
+        return Reply(job.device, error=str(error), memory=job.memory)
+    return Reply(job.device, payload, memory=memory)
 
 
 def bind(module: nn.Module, tensors: Mapping[str, Tensor]) -> None:

@@ -10,8 +10,8 @@ import typer
 
 from anycostfl.cli._console import emit_json, out, table
 from anycostfl.config import load_preset
+from anycostfl.experiment import load_data
 from anycostfl.report import draw_partition
-from anycostfl.simulate import load_data
 
 
 def data(

@@ -15,12 +15,14 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
 from anycostfl import methods
 from anycostfl.cli._console import emit_json, err, out, table
-from anycostfl.config import Config, load_preset, parse_config, to_toml
+from anycostfl.config import Config, load_preset, to_toml
 from anycostfl.errors import ConfigError, MissingExtra
+from anycostfl.experiment import settle
 from anycostfl.fleet import draw_cohort
-from anycostfl.records import RunWriter, open_run, totals
+from anycostfl.records import RunWriter, totals
 from anycostfl.report import draw_curves
-from anycostfl.simulate import Snapshot, Turn, play, settle
+from anycostfl.runs import Snapshot, Turn, keep, take_up
+from anycostfl.simulate import play
 from anycostfl.types import RoundRecord
 
 
@@ -38,12 +40,11 @@ def run(
     if resume is not None:
         if set_ or out_dir or dry_run:
             raise ConfigError(["--resume takes the run as it is: no --set, --out or --dry-run"])
-        saved, writer = open_run(resume)
-        for remark in saved.remarks:
+        before = take_up(resume)
+        for remark in before.remarks:
             err.print(f"[yellow]note:[/] {remark}")
-        config = parse_config(saved.config, str(resume))
-        records, point = list(saved.records), saved.checkpoint
-        start = Snapshot(point.rounds, point.state, point.memories) if point else None
+        config, writer = before.config, before.writer
+        records, start = before.records, before.start
     else:
         config = settle(load_preset(preset, set_ or []))
         methods.load(config.run.method)
@@ -82,21 +83,13 @@ def _train(
     quiet: bool,
 ) -> bool:
     """Play the rounds into the run directory; True if Ctrl-C stopped it."""
-    saved, latest = start.round if start else 0, start
-    turns = play(config, workers=workers, start=start)
+    turns = keep(play(config, workers=workers, start=start), config, writer)
     try:
         for turn in _watched(turns, config, records, quiet=quiet):
-            records.append(turn.record)
-            latest = turn.after
-            writer.append(turn.record)
-            if latest.round % config.run.checkpoint_every == 0 or latest.round == config.run.rounds:
-                writer.checkpoint(latest.round, latest.state, latest.memories)
-                saved = latest.round
+            records.append(turn.record)  # noqa: PERF401 - what was seen stays when Ctrl-C comes
     except KeyboardInterrupt:
         with suppress(KeyboardInterrupt):
             turns.close()
-        if latest is not None and latest.round > saved:
-            writer.checkpoint(latest.round, latest.state, latest.memories)
         return True
     return False
 

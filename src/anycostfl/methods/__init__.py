@@ -42,7 +42,8 @@ class Method:
     plan: the strategy of every device of the cohort, on the server.
     encode: an update, how to upload it and what the device remembers → payload, new memory.
     decode: payload, expected shapes and binding → update; PayloadError on anything malformed.
-    weigh: α, β and sample counts of those who answered → aggregation weights.
+    weigh: α, β and sample counts of those who take part → aggregation weights; the counts are all
+        one unless the method weighs by them (`by_samples`) or the configuration asks for it.
     """
 
     summary: str
@@ -51,6 +52,7 @@ class Method:
     decode: Callable[[bytes, Shapes, bytes], Update]
     weigh: Callable[[FloatArray, FloatArray, FloatArray], FloatArray]
     sorts_channels: bool
+    by_samples: bool = False
 
 
 def names() -> list[str]:

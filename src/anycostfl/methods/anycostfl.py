@@ -24,9 +24,8 @@ def decode(payload: bytes, shapes: Shapes, binding: bytes) -> Update:
 
 
 def weigh(alpha: FloatArray, beta: FloatArray, samples: FloatArray) -> FloatArray:
-    """Theorem 1; the paper's weights do not depend on sample counts."""
-    del samples
-    return optimal_weights(alpha, beta)
+    """Theorem 1."""
+    return optimal_weights(alpha, beta, samples=samples)
 
 
 METHOD = Method(

@@ -46,4 +46,5 @@ METHOD = Method(
     decode=decode,
     weigh=weigh,
     sorts_channels=False,
+    by_samples=True,
 )

@@ -1,0 +1,79 @@
+"""From a configuration to a fleet that can train: data, split, initial model.
+
+The simulator and the Flower adapter both start here, so a seeded experiment begins alike in both.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import torch
+
+from anycostfl import data, models
+from anycostfl.config import Config
+from anycostfl.coupling import tensors_of
+from anycostfl.train import TrainOptions, bf16_pays
+from anycostfl.workers import DeviceSide, Shared
+
+PARTITION = 201  # the purpose of the generator that splits the data
+
+
+def settle(config: Config) -> Config:
+    """Decide what is left to the machine, so that a saved configuration says it all."""
+    given = config.training
+    device, precision = given.device, given.precision
+    if device == "auto":
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+    if precision == "auto":
+        precision = "bf16" if device == "cpu" and bf16_pays() else "fp32"
+    return replace(config, training=replace(given, device=device, precision=precision))
+
+
+def load_data(config: Config) -> tuple[data.Dataset, data.Partition]:
+    """The dataset, and the samples of every device."""
+    dataset = data.load(config.data.name, config.data.path)
+    random = np.random.default_rng([config.run.seed, PARTITION])
+    labels, devices = dataset.train_labels.numpy(), config.fleet.devices
+    if config.data.partition == "iid":
+        return dataset, data.split_iid(labels, devices, random)
+    return dataset, data.split_dirichlet(labels, devices, config.data.concentration, random)
+
+
+def prepare(config: Config) -> DeviceSide:
+    """Load the data, split it over the fleet, initialise the global model."""
+    dataset, parts = load_data(config)
+    with torch.random.fork_rng():
+        torch.manual_seed(config.run.seed)
+        module = models.load(config.model.name).build()
+    return DeviceSide(
+        Shared(
+            model=config.model.name,
+            widths=config.model.widths,
+            method=config.run.method,
+            options=train_options(settle(config)),
+            weights={name: tensor.detach() for name, tensor in tensors_of(module).items()},
+            train_images=dataset.train_images,
+            train_labels=dataset.train_labels,
+            test_images=dataset.test_images,
+            test_labels=dataset.test_labels,
+            samples=torch.from_numpy(np.concatenate(parts)),
+            ends=torch.tensor([len(part) for part in parts]).cumsum(0),
+        )
+    )
+
+
+def train_options(config: Config) -> TrainOptions:
+    """How devices train, from a settled configuration."""
+    given = config.training
+    return TrainOptions(
+        learning_rate=given.learning_rate,
+        batch=given.batch,
+        epochs=config.workload.epochs,
+        momentum=given.momentum,
+        weight_decay=given.weight_decay,
+        clip_norm=given.clip_norm,
+        bf16=given.precision == "bf16",
+        channels_last=given.channels_last,
+        device=given.device,
+    )

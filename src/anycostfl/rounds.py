@@ -1,0 +1,172 @@
+"""The server's half of a round: what each device is told, and what becomes of its reply.
+
+The simulator and the Flower adapter call the same functions in the same order, so a seeded round
+gives the same global model in both.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from anycostfl.aggregate import Contribution
+from anycostfl.config import Config
+from anycostfl.errors import PayloadError
+from anycostfl.fleet import Cohort
+from anycostfl.methods import Method, State, Upload
+from anycostfl.shrink import ElasticModel, WidthPlan
+from anycostfl.types import Binds, DeviceRecord, Reason, Strategies, Update
+from anycostfl.workers import DeviceSide, Job, Purpose, Reply, draw_seed
+
+# --- what the server tells each device ------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Assignment:
+    """A strategy made concrete for one device: its sub-model, how to upload, its weight."""
+
+    position: int  # in the cohort
+    device: int
+    plan: WidthPlan
+    shapes: Mapping[str, tuple[int, ...]]  # of what it uploads
+    upload: Upload
+    seed: int
+    weight: float
+
+    def job(self, memories: Mapping[int, State]) -> Job:
+        """What the device has to know."""
+        memory = memories.get(self.device)
+        return Job(self.device, self.plan.alpha, self.upload, self.seed, memory)
+
+
+def assign(
+    config: Config, side: DeviceSide, cohort: Cohort, strategies: Strategies, number: int
+) -> list[Assignment]:
+    """One assignment for every device that can afford to take part."""
+    able = np.flatnonzero(strategies.feasible)
+    if not len(able):
+        return []
+    asked = config.run.weigh_samples
+    by_samples = side.method.by_samples if asked is None else asked
+    samples = cohort.devices.samples[able] if by_samples else np.ones(len(able))
+    weights = side.method.weigh(strategies.alpha[able], strategies.beta[able], samples)
+    return [
+        _assign_one(config, side.net, strategies, number, (i, int(cohort.index[i]), weight))
+        for i, weight in zip(able.tolist(), weights.tolist(), strict=True)
+    ]
+
+
+def _assign_one(
+    config: Config,
+    net: ElasticModel,
+    strategies: Strategies,
+    number: int,
+    who: tuple[int, int, float],
+) -> Assignment:
+    position, device, weight = who
+    plan = net.plan(float(strategies.alpha[position]))
+    trained = (name for name, p in net.module.named_parameters() if p.requires_grad)
+    shapes = {name: plan.shapes[name] for name in trained}
+    # α·β·S bits, whatever share of the parameters the sub-model really has.
+    bits = plan.alpha * float(strategies.beta[position]) * config.workload.size_bits
+    upload = Upload(
+        beta=min(1.0, bits / (32 * sum(map(math.prod, shapes.values())))),
+        seed=draw_seed(config.run.seed, number, device, Purpose.QUANTIZE),
+        binding=binding(config, number, device, plan),
+        blocks=net.blocks(),
+    )
+    shuffle = draw_seed(config.run.seed, number, device, Purpose.SHUFFLE)
+    return Assignment(position, device, plan, shapes, upload, shuffle, weight)
+
+
+def binding(config: Config, number: int, device: int, plan: WidthPlan) -> bytes:
+    """What a payload belongs to: run, round, device and plan."""
+    what = (config.run.seed, config.run.method, number, device, sorted(plan.widths.items()))
+    return hashlib.blake2s(repr(what).encode()).digest()
+
+
+# --- what comes back ------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Outcome:
+    """What became of an assignment: its reply, and why it was refused if it was."""
+
+    assignment: Assignment
+    reply: Reply
+    refusal: str
+
+
+def receive(
+    method: Method,
+    assignments: Sequence[Assignment],
+    replies: Iterator[Reply],
+    outcomes: list[Outcome],
+) -> Iterator[Contribution]:
+    """Decode and check one reply after the other; refused ones are noted and left out."""
+    for assignment, reply in zip(assignments, replies, strict=True):
+        update, refusal = _decode(method, assignment, reply)
+        outcomes.append(Outcome(assignment, reply, refusal))
+        if update is not None:
+            yield Contribution(assignment.plan, update, assignment.weight)
+
+
+def _decode(method: Method, assignment: Assignment, reply: Reply) -> tuple[Update | None, str]:
+    if reply.error:
+        return None, reply.error
+    try:
+        return method.decode(reply.payload, assignment.shapes, assignment.upload.binding), ""
+    except PayloadError as error:
+        return None, str(error)
+
+
+def describe(
+    config: Config, cohort: Cohort, strategies: Strategies, outcomes: Sequence[Outcome]
+) -> tuple[DeviceRecord, ...]:
+    """What every device of the cohort did and paid: bytes as encoded, FLOPs as cut."""
+    by_position = {outcome.assignment.position: outcome for outcome in outcomes}
+    return tuple(
+        _describe_device(config, cohort, strategies, i, by_position.get(i))
+        for i in range(len(cohort.index))
+    )
+
+
+def _describe_device(
+    config: Config, cohort: Cohort, strategies: Strategies, i: int, outcome: Outcome | None
+) -> DeviceRecord:
+    devices = cohort.devices
+    known = DeviceRecord(
+        device=int(cohort.index[i]),
+        status=f"sat out: {Reason(int(strategies.reason[i]))}",
+        samples=int(devices.samples[i]),
+        distance_m=float(cohort.distance_m[i]),
+        rate_bps=float(devices.rate_bps[i]),
+        budget_j=float(devices.energy_j[i]),
+    )
+    if outcome is None:
+        return known
+    plan, chosen, payload = outcome.assignment.plan, strategies[i], outcome.reply.payload
+    flops = config.workload.epochs * known.samples * config.workload.flops_per_sample
+    cycles = flops * plan.flops_ratio / float(devices.flops_per_cycle[i])
+    upload_s = 8 * len(payload) / known.rate_bps
+    return replace(
+        known,
+        status=f"refused: {outcome.refusal}" if outcome.refusal else "ok",
+        alpha=chosen.alpha,
+        beta=chosen.beta,
+        frequency_hz=chosen.frequency_hz,
+        gain=chosen.gain,
+        flops_ratio=plan.flops_ratio,
+        weight=outcome.assignment.weight,
+        bytes_up=len(payload),
+        bytes_down=4 * sum(map(math.prod, plan.shapes.values())),
+        compute_s=cycles / chosen.frequency_hz,
+        upload_s=upload_s,
+        compute_j=float(devices.energy_coefficient[i]) * chosen.frequency_hz**2 * cycles,
+        upload_j=upload_s * float(devices.power_w[i]),
+        binds=tuple(Binds(int(strategies.binds[i])).words()),
+    )

@@ -1,0 +1,80 @@
+"""A run as it goes: turns of rounds, written down one by one, stopped and taken up again.
+
+Whoever plays the rounds (the simulator, Flower) yields turns; `keep` journals them and saves
+checkpoints, `take_up` says where an earlier run stopped.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Generator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from torch import Tensor
+
+from anycostfl.config import Config, parse_config
+from anycostfl.methods import State
+from anycostfl.records import RunWriter, open_run
+from anycostfl.types import RoundRecord
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Snapshot:
+    """Everything the next round needs: its number, the global state, what devices remember."""
+
+    round: int
+    state: Mapping[str, Tensor]
+    memories: Mapping[int, State]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Turn:
+    """A finished round, and where to go on from it."""
+
+    record: RoundRecord
+    after: Snapshot
+
+
+Turns = Generator[Turn, None, None]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Stopped:
+    """A run that can go on: what was asked, what happened, where it stopped."""
+
+    config: Config
+    records: list[RoundRecord]
+    start: Snapshot | None
+    writer: RunWriter
+    remarks: tuple[str, ...]
+
+
+def take_up(folder: Path) -> Stopped:
+    """Open a run directory to go on from its newest whole checkpoint."""
+    saved, writer = open_run(folder)
+    point = saved.checkpoint
+    return Stopped(
+        config=parse_config(saved.config, str(folder)),
+        records=list(saved.records),
+        start=Snapshot(point.rounds, point.state, point.memories) if point else None,
+        writer=writer,
+        remarks=saved.remarks,
+    )
+
+
+def keep(turns: Turns, config: Config, writer: RunWriter) -> Turns:
+    """Hand on each turn after journalling it; save checkpoints when due, and when stopped early."""
+    latest, saved = None, 0
+    try:
+        for turn in turns:
+            latest = turn.after
+            writer.append(turn.record)
+            if latest.round % config.run.checkpoint_every == 0 or latest.round == config.run.rounds:
+                writer.checkpoint(latest.round, latest.state, latest.memories)
+                saved = latest.round
+            yield turn
+    except (KeyboardInterrupt, GeneratorExit):
+        turns.close()
+        if latest is not None and latest.round > saved:
+            writer.checkpoint(latest.round, latest.state, latest.memories)
+        raise
