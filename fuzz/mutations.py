@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from anycostfl.codec import compress, decompress, wire
+from anycostfl.codec.frame import bond
 from anycostfl.codec.varint import Reader, varint
 from anycostfl.errors import PayloadError
 
@@ -169,7 +170,7 @@ def survives(payload: bytes) -> bool:
         update = decompress(payload, PLAN, binding=BINDING)
     except PayloadError:
         return False
-    frame = wire.unpack(payload, wire.bond(BINDING, PLAN), len(PLAN))
+    frame = wire.unpack(payload, bond(BINDING, PLAN), len(PLAN))
     low, high = (frame.grid.u_min, frame.grid.u_max) if frame else (0.0, 0.0)
     for name, shape in PLAN.items():
         value, mask = update.values[name], update.masks[name]

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from anycostfl.codec import byte_budget, compress, decompress, kernels, wire
+from anycostfl.codec.frame import OVERHEAD, bond
 from anycostfl.errors import BetaError, PayloadError, UpdateError
 from mutations import BINDING, PLAN, seal, spoil, survives, valid_payloads
 
@@ -37,7 +38,7 @@ def test_decoded_values_are_exactly_the_quantized_ones() -> None:
     parts = kernels.lay_out(SHAPES, {"fc.weight": 25})
     flat = kernels.flatten(update, parts)
     mask = torch.cat([decoded.masks[part.name].reshape(-1) for part in parts]).numpy()
-    frame = wire.unpack(payload, wire.bond(b"", SHAPES), len(parts))
+    frame = wire.unpack(payload, bond(b"", SHAPES), len(parts))
     assert frame is not None
     every = kernels.Spans(np.arange(flat.size), np.ones(flat.size, np.int64))
     kept = every.take(np.flatnonzero(mask))
@@ -127,7 +128,7 @@ def test_all_zero_update_is_an_empty_payload_with_an_empty_mask() -> None:
     update = {n: torch.zeros(s) for n, s in SHAPES.items()}
     payload = compress(update, 0.1, seed=0)
     decoded = decompress(payload, SHAPES)
-    assert len(payload) == wire.OVERHEAD
+    assert len(payload) == OVERHEAD
     assert same(decoded.values, update)
     assert not any(mask.any() for mask in decoded.masks.values())
 
@@ -184,7 +185,7 @@ def test_beta_outside_its_range_is_refused(beta: float) -> None:
 def test_below_one_kernel_the_payload_is_empty_and_below_that_an_error() -> None:
     update = {"w": torch.randn(1000, generator=torch.Generator().manual_seed(0))}
     payload = compress(update, 0.008, seed=0)
-    assert len(payload) == wire.OVERHEAD <= byte_budget(0.008, 1000)
+    assert len(payload) == OVERHEAD <= byte_budget(0.008, 1000)
     assert not decompress(payload, update).masks["w"].any()
     with pytest.raises(BetaError, match="even an empty payload takes 26"):
         compress(update, 0.006, seed=0)

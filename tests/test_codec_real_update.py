@@ -11,6 +11,7 @@ from torch import Tensor
 
 import _updates
 from anycostfl.codec import byte_budget, compress, decompress, entropy, kernels, wire
+from anycostfl.codec.frame import bond
 from anycostfl.types import Update
 
 BLOCKS = _updates.BLOCKS["cnn"]
@@ -48,7 +49,7 @@ def test_budget_is_kept_and_used(update: dict[str, Tensor], inverse: int) -> Non
 
 def tokens_of(payload: bytes, update: dict[str, Tensor]) -> tuple[entropy.Tokens, bytes]:
     shapes = {name: tuple(tensor.shape) for name, tensor in update.items()}
-    frame = wire.unpack(payload, wire.bond(b"", shapes), len(shapes))
+    frame = wire.unpack(payload, bond(b"", shapes), len(shapes))
     assert frame is not None
     count = sum(int(mask.sum()) for mask in decompress(payload, update).masks.values())
     table = entropy.decode_table(frame.table, entropy.token_count(frame.grid.symbols))

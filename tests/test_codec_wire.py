@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from anycostfl.codec import compress, decompress, wire
+from anycostfl.codec.frame import OVERHEAD
 from anycostfl.errors import PayloadError
 from mutations import join, seal, split
 
@@ -40,7 +41,7 @@ def test_header_fields_lie_where_the_documentation_says(payload: bytes) -> None:
 
 def test_empty_update_is_header_and_checksum() -> None:
     zeros = {name: torch.zeros(shape) for name, shape in SHAPES.items()}
-    assert len(compress(zeros, 1.0, seed=0)) == wire.OVERHEAD == 26
+    assert len(compress(zeros, 1.0, seed=0)) == OVERHEAD == 26
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ import json
 import tomllib
 import types
 from collections.abc import Mapping, Sequence
-from dataclasses import MISSING, dataclass, field, fields, is_dataclass
+from dataclasses import MISSING, asdict, dataclass, field, fields, is_dataclass, replace
 from importlib import resources
 from importlib.resources.abc import Traversable
 from pathlib import Path
@@ -102,7 +102,12 @@ class Config:
     model: Model
     run: Run
     limits: Limits = field(default_factory=Limits)
+    rates: Mapping[str, float] = field(default_factory=dict)
     summary: str = ""
+
+    def limits_of(self, method: str) -> Limits:
+        """The limits for a method, with the rate that the preset gives it if it plans none."""
+        return replace(self.limits, rate=self.rates.get(method, self.limits.rate))
 
 
 def preset_names() -> list[str]:
@@ -143,9 +148,8 @@ def to_toml(config: Config) -> str:
     for section in (item.name for item in fields(config) if item.name != "summary"):
         lines += ["", f"[{section}]"]
         record = getattr(config, section)
-        for item in fields(record):
-            if (value := getattr(record, item.name)) is not None:
-                lines.append(f"{item.name} = {_toml(value)}")
+        values = record if isinstance(record, Mapping) else asdict(record)
+        lines += [f"{k} = {_toml(v)}" for k, v in values.items() if v is not None]
     return "\n".join(lines) + "\n"
 
 
@@ -238,13 +242,13 @@ def _value(given: Any, hint: Any, key: str, problems: list[str]) -> Any:
     """The value as its annotation wants it; None after adding to the problems."""
     if is_dataclass(hint) and isinstance(given, dict):
         return _build(hint, given, f"{key}.", problems)  # type: ignore[arg-type]  # is a class
+    if get_origin(hint) is Mapping and isinstance(given, dict):
+        return {k: _value(v, float, f"{key}.{k}", problems) for k, v in given.items()}
     options = get_args(hint) if isinstance(hint, types.UnionType) else (hint,)
     for option in options:
         if option is float and isinstance(given, int | float) and not isinstance(given, bool):
             return float(given)
-        if option is int and isinstance(given, int) and not isinstance(given, bool):
-            return given
-        if option in (str, bool) and isinstance(given, option):
+        if option in (int, str, bool) and type(given) is option:
             return given
         if get_origin(option) is tuple and _is_strings(given):
             return tuple(given)
@@ -260,6 +264,8 @@ def _words(hint: Any) -> str:
     words = {float: "a number", int: "a whole number", str: "a string", bool: "true or false"}
     if is_dataclass(hint):
         return "a section"
+    if get_origin(hint) is Mapping:
+        return "a section of numbers"
     if isinstance(hint, types.UnionType):
         return _words(get_args(hint)[0])
     return "a list of strings" if get_origin(hint) is tuple else words[hint]

@@ -91,17 +91,23 @@ def needed_budgets(strategies: Strategies, devices: Devices, i: int) -> str:
 
 
 def fixed_strategies(
-    devices: Devices, workload: Workload, *, alpha: FloatArray, beta: FloatArray
+    devices: Devices,
+    workload: Workload,
+    *,
+    alpha: FloatArray,
+    beta: FloatArray,
+    frequency_hz: FloatArray | None = None,
 ) -> Strategies:
-    """Given α and β, the slowest clock that meets the latency budget; nobody sits out.
+    """Given α and β, the slowest clock that meets the latency budget, unless one is given.
 
-    For methods that know no budgets: energy is what it costs, and a device too slow for the
-    latency budget (or whose upload alone breaks it) is late.
+    For methods that know no budgets: nobody sits out, energy is what it costs, and a device too
+    slow for the latency budget (or whose upload alone breaks it) is late.
     """
     cycles = cost.compute_cycles(devices, workload) * alpha
     upload = cost.upload_time_s(alpha, beta, workload.size_bits, devices.rate_bps)
     left = np.where(upload < devices.latency_s, devices.latency_s - upload, devices.latency_s)
-    frequency = _clip_frequency(_pose(devices, workload), cycles / left)
+    wanted = cycles / left if frequency_hz is None else frequency_hz
+    frequency = _clip_frequency(_pose(devices, workload), wanted)
     everyone = np.ones(len(devices), np.bool_)
     return _describe(
         devices, workload, Limits(), (alpha, beta, frequency), shown=everyone, feasible=everyone

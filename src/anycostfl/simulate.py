@@ -34,6 +34,7 @@ def play(config: Config, *, workers: int = 1, start: Snapshot | None = None) -> 
     side = prepare(config)
     net, method = side.net, side.method
     profiles = {name: load_profile(name) for name in config.fleet.profiles}
+    limits = config.limits_of(config.run.method)
     memories: dict[int, State] = {}
     if start is not None:
         net.load(start.state)
@@ -52,7 +53,7 @@ def play(config: Config, *, workers: int = 1, start: Snapshot | None = None) -> 
                 samples=side.sample_counts().numpy(),
                 profiles=profiles,
             )
-            strategies = method.plan(cohort.devices, config.workload, config.limits)
+            strategies = method.plan(cohort.devices, config.workload, limits)
             assignments = assign(config, side, cohort, strategies, number)
 
             replies = executor.perform([a.job(memories) for a in assignments])

@@ -55,11 +55,15 @@ class Workload:
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """The caps on α and β of (P1); those on f belong to each device."""
+    """The caps on α and β of (P1); those on f belong to each device.
+
+    `rate` is for methods that plan no β: αβ, what a device uploads relative to S.
+    """
 
     alpha_min: Annotated[float, Interval(0.0, 1.0, open_low=True)] = 0.25
     beta_min: Annotated[float, Interval(0.0, 1.0), AtMost("beta_max")] = 0.0
     beta_max: Annotated[float, Interval(0.0, 1.0, open_low=True)] = 1 / 15
+    rate: Annotated[float | None, Interval(0.0, 1.0, open_low=True)] = None
 
     def __post_init__(self) -> None:
         check_fields(self)

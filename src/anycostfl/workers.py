@@ -158,6 +158,7 @@ def work(
     job: Job,
 ) -> Reply:
     """What a device does with its sub-model: train, compress (Sec. III-A.1 and III-A.2)."""
+    method.prepare(module, job.alpha)
     update = train(module, *samples, options, torch.Generator().manual_seed(job.seed))
     try:
         payload, memory = method.encode(update, job.upload, job.memory)

@@ -202,7 +202,7 @@ def _show_plan(config: Config, *, json: bool) -> None:
     latency, energy, able = [], [], 0
     for number in range(min(20, config.run.rounds)):
         cohort = draw_cohort(config.fleet, seed=seed, round_index=number)
-        planned = method.plan(cohort.devices, config.workload, config.limits)
+        planned = method.plan(cohort.devices, config.workload, config.limits_of(config.run.method))
         latency.append(float(planned.latency_s.max()))
         energy.append(float(planned.energy_j.sum()))
         able += int(planned.feasible.sum())

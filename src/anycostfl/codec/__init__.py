@@ -15,6 +15,7 @@ from torch import Tensor
 
 from anycostfl.codec import entropy, kernels, wire
 from anycostfl.codec.fit import Fit, load_fit
+from anycostfl.codec.frame import OVERHEAD, bond
 from anycostfl.codec.refine import Draft, fill
 from anycostfl.errors import BetaError, PayloadError, UpdateError
 from anycostfl.types import Update
@@ -51,7 +52,7 @@ def compress(
     parts = kernels.lay_out(shapes, blocks or {})
     flat = kernels.flatten(update, parts)
     budget = byte_budget(beta, flat.size)
-    draft = Draft.of(flat, parts, seed, wire.bond(binding, shapes))
+    draft = Draft.of(flat, parts, seed, bond(binding, shapes))
     if not kernels.finite(draft.norms):
         raise UpdateError(
             f"{_not_finite(flat, parts)} has an element that is not finite in float32"
@@ -70,7 +71,7 @@ def decompress(
     shapes = {n: tuple(x.shape if isinstance(x, Tensor) else x) for n, x in like.items()}
     parts = kernels.lay_out(shapes, {})
     size = sum(part.size for part in parts)
-    frame = wire.unpack(bytes(payload), wire.bond(binding, shapes), len(parts))
+    frame = wire.unpack(bytes(payload), bond(binding, shapes), len(parts))
     if frame is None:
         return _shape(np.zeros(size, np.float32), np.zeros(size, np.bool_), parts, shapes)
     spans = kernels.join([_kept_spans(section, parts) for section in frame.tensors])
@@ -88,10 +89,10 @@ def byte_budget(beta: float, elements: int) -> int:
     if not 0 < beta <= 1:
         raise BetaError(f"beta is {beta}; it must be in (0, 1]")
     budget = int(beta * 4 * elements)
-    if budget < wire.OVERHEAD:
+    if budget < OVERHEAD:
         raise BetaError(
             f"beta {beta:g} buys {budget} bytes for {elements} elements; even an empty payload "
-            f"takes {wire.OVERHEAD}"
+            f"takes {OVERHEAD}"
         )
     return budget
 

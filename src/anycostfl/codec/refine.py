@@ -18,6 +18,7 @@ import numpy as np
 
 from anycostfl.codec import entropy, kernels, wire
 from anycostfl.codec.compiled import compiled
+from anycostfl.codec.frame import OVERHEAD, Bond
 from anycostfl.codec.kernels import Doubles, Floats, Ints
 
 SWEPT_ELEMENTS = 100_000  # enough for 1 % in size; a larger update is swept in strides
@@ -46,10 +47,10 @@ class Draft:
     norms: kernels.Norms
     order: Ints
     seed: int
-    tie: wire.Bond
+    tie: Bond
 
     @classmethod
-    def of(cls, flat: Floats, parts: Sequence[kernels.Part], seed: int, tie: wire.Bond) -> Draft:
+    def of(cls, flat: Floats, parts: Sequence[kernels.Part], seed: int, tie: Bond) -> Draft:
         """Cut into kernels, measure and rank them."""
         spans = kernels.join([kernels.spans_of(part) for part in parts])
         norms = kernels.measure(flat, spans)
@@ -201,7 +202,7 @@ class _Sweep:
         stride = max(1, guessed // SWEPT_ELEMENTS)
         energy = draft.norms.energy[draft.order]
         dropped = np.append(energy[::-1].cumsum()[::-1], 0.0)
-        fixed = wire.OVERHEAD + TENSOR_BYTES * min(len(draft.parts), 8) + OTHER_BYTES
+        fixed = OVERHEAD + TENSOR_BYTES * min(len(draft.parts), 8) + OTHER_BYTES
         return cls(
             draft.flat,
             draft.spans.take(draft.order[stride // 2 :: stride]),

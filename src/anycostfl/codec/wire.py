@@ -8,26 +8,20 @@ of a later minor version; everything is little-endian.
 from __future__ import annotations
 
 import struct
-import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import IntEnum
-from hashlib import blake2s
 from itertools import pairwise
 from math import isfinite
 
+from anycostfl.codec.frame import MAJOR, MINOR, Bond, open_any, seal, unseal
 from anycostfl.codec.kernels import MAX_LEVELS, Grid
 from anycostfl.codec.varint import Reader, varint
 from anycostfl.errors import PayloadError
 
 MAGIC = b"ACFU"
-MAJOR, MINOR = 1, 0
-_HEADER = struct.Struct("<4sBBI8sI")
-_CHECKSUM = struct.Struct("<I")
 _RANGE = struct.Struct("<ff")
-OVERHEAD = _HEADER.size + _CHECKSUM.size
 CRITICAL = 0x80  # a reader that does not know such a section must refuse the payload
-MAX_LENGTH = 2**32 - 1
 
 
 class Section(IntEnum):
@@ -77,29 +71,10 @@ class Frame:
     signs: bytes
 
 
-@dataclass(frozen=True, slots=True)
-class Bond:
-    """What ties a payload to its plan: a digest of the binding, a checksum of names and shapes."""
-
-    binding: bytes
-    shapes: int
-
-
-def bond(binding: bytes, shapes: Mapping[str, Sequence[int]]) -> Bond:
-    """Digest what both sides know. It guards against mix-ups; it does not authenticate."""
-    text = "\n".join(f"{name}:{[int(n) for n in shapes[name]]}" for name in sorted(shapes))
-    digest = blake2s(binding, digest_size=8, person=b"anycost1").digest()
-    return Bond(digest, zlib.crc32(text.encode()))
-
-
 def pack(frame: Frame | None, tie: Bond) -> bytes:
     """Write the payload; without a frame, the one that says that nothing is kept."""
     body = b"".join(_section(kind, data) for kind, data in _sections(frame)) if frame else b""
-    length = OVERHEAD + len(body)
-    if length > MAX_LENGTH:
-        raise PayloadError(f"a payload of {length} bytes is beyond the format's 4 GiB")
-    head = _HEADER.pack(MAGIC, MAJOR, MINOR, length, tie.binding, tie.shapes)
-    return head + body + _CHECKSUM.pack(zlib.crc32(head + body))
+    return seal(MAGIC, body, tie)
 
 
 def _section(kind: int, data: bytes) -> bytes:
@@ -125,12 +100,8 @@ def _sections(frame: Frame) -> list[tuple[Section, bytes]]:
 
 def unpack(payload: bytes, tie: Bond, tensors: int) -> Frame | None:
     """Read a payload bound to `tie` for a plan of so many tensors; None if nothing is kept."""
-    minor, found = _check_frame(payload)
-    if found.binding != tie.binding:
-        raise PayloadError("the payload is bound to another run, round, device or plan")
-    if found.shapes != tie.shapes:
-        raise PayloadError("the payload was made for other parameter names or shapes")
-    known = _known(_walk(payload), minor)
+    minor, body = unseal(payload, MAGIC, tie)
+    known = _known(_walk(body), minor)
     if not known:
         return None
     kinds = [kind for kind, _ in known]
@@ -151,28 +122,12 @@ def unpack(payload: bytes, tie: Bond, tensors: int) -> Frame | None:
     )
 
 
-def _check_frame(payload: bytes) -> tuple[int, Bond]:
-    if len(payload) < OVERHEAD:
-        raise PayloadError(f"a payload has at least {OVERHEAD} bytes, this one {len(payload)}")
-    magic, major, minor, length, binding, shapes = _HEADER.unpack_from(payload)
-    if magic != MAGIC:
-        raise PayloadError(f"not a payload: it begins with {magic!r} instead of {MAGIC!r}")
-    if major != MAJOR:
-        raise PayloadError(f"payload of format {major}.{minor}; this program reads {MAJOR}.x")
-    if length != len(payload):
-        raise PayloadError(f"the payload says {length} bytes and has {len(payload)}")
-    (checksum,) = _CHECKSUM.unpack_from(payload, length - _CHECKSUM.size)
-    if zlib.crc32(memoryview(payload)[: -_CHECKSUM.size]) != checksum:
-        raise PayloadError("the checksum does not match: the payload was damaged on its way")
-    return minor, Bond(binding, shapes)
-
-
-def _walk(payload: bytes) -> list[tuple[int, bytes]]:
-    reader = Reader(payload[_HEADER.size : -_CHECKSUM.size], "payload")
+def _walk(body: bytes) -> list[tuple[int, bytes]]:
+    reader = Reader(body, "payload")
     sections = []
     while not reader.empty:
         kind = reader.byte()
-        sections.append((kind, reader.take(reader.varint(0, len(payload)))))
+        sections.append((kind, reader.take(reader.varint(0, len(body)))))
     return sections
 
 
@@ -205,9 +160,9 @@ def _grid(data: bytes) -> Grid:
 
 def bytes_by_section(payload: bytes) -> dict[str, int]:
     """Where the bytes of a well-formed payload went: mask, levels, signs, table and the rest."""
-    _check_frame(payload)
+    _, _, body = open_any(payload, MAGIC)
     spent = dict.fromkeys(("mask", "levels", "signs", "table"), 0)
-    for kind, data in _walk(payload):
+    for kind, data in _walk(body):
         if kind in _KINDS_OF_BYTES:
             spent[_KINDS_OF_BYTES[kind]] += len(data)
     return spent | {"header": len(payload) - sum(spent.values())}

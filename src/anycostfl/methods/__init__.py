@@ -7,11 +7,12 @@ device remembers between rounds is passed in and returned, never hidden.
 from __future__ import annotations
 
 import importlib
+import math
 import pkgutil
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from anycostfl.checks import FloatArray
 from anycostfl.errors import UnknownName
@@ -44,6 +45,7 @@ class Method:
     decode: payload, expected shapes and binding → update; PayloadError on anything malformed.
     weigh: α, β and sample counts of those who take part → aggregation weights; the counts are all
         one unless the method weighs by them (`by_samples`) or the configuration asks for it.
+    prepare: what a device does to a sub-model of factor α before it trains; mostly nothing.
     """
 
     summary: str
@@ -53,6 +55,12 @@ class Method:
     weigh: Callable[[FloatArray, FloatArray, FloatArray], FloatArray]
     sorts_channels: bool
     by_samples: bool = False
+    prepare: Callable[[nn.Module, float], None] = field(default=lambda _module, _alpha: None)
+
+
+def elements(shapes: Shapes) -> int:
+    """How many elements an update of these shapes has."""
+    return sum(map(math.prod, shapes.values()))
 
 
 def names() -> list[str]:

@@ -1,0 +1,86 @@
+"""HeteroFL (Diao et al., 2021): widths by computing capacity, averaged over whoever holds them.
+
+A device's width follows from its processor alone: the widest sub-model whose computing, in the time
+that an average radio leaves, costs the average energy budget. Sub-models are nested from the first
+channel on, never sorted; while training, each cut layer's output is scaled up by one over the width
+that is left (the Scaler). Every device uploads at one rate whatever its channel, so those far away
+are late: HeteroFL does not know the radio.
+
+Deviations: the original does not compress; here the payload is our kernel codec's, at the rate
+recovered from the paper's table, and elements that were not sent count as zero. Widths are
+continuous instead of five classes.
+"""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from anycostfl import cost
+from anycostfl.checks import FloatArray
+from anycostfl.codec import compress, decompress
+from anycostfl.methods import Method, Shapes, State, Upload
+from anycostfl.planner import fixed_strategies
+from anycostfl.types import Devices, Limits, Strategies, Update, Workload
+
+RATE = 1 / 41  # αβ on average, recovered from the paper's table
+
+
+def plan(devices: Devices, workload: Workload, limits: Limits) -> Strategies:
+    """α from ε·(αC)³ / t² = mean energy budget, t being what an average upload leaves."""
+    rate = limits.rate or RATE
+    upload = rate * workload.size_bits / devices.rate_bps.mean()
+    left = np.maximum(devices.latency_s - upload, 0.1 * devices.latency_s)
+    cycles = cost.compute_cycles(devices, workload)
+    widest = np.cbrt(devices.energy_j.mean() * left**2 / devices.energy_coefficient) / cycles
+    alpha = np.clip(widest, limits.alpha_min, 1.0)
+    beta = np.minimum(1.0, rate / alpha.mean()) * np.ones(len(devices))
+    return fixed_strategies(
+        devices, workload, alpha=alpha, beta=beta, frequency_hz=alpha * cycles / left
+    )
+
+
+def prepare(module: nn.Module, alpha: float) -> None:
+    """Scale every hidden layer's output by one over its remaining width while training."""
+    layers = [m for m in module.modules() if isinstance(m, nn.Conv2d | nn.Linear)]
+
+    def scale(layer: nn.Module, _inputs: object, output: Tensor) -> Tensor:
+        return output / math.sqrt(alpha) if layer.training else output
+
+    for layer in layers[:-1] if alpha < 1 else []:
+        layer.register_forward_hook(scale)
+
+
+def encode(update: State, upload: Upload, memory: State | None) -> tuple[bytes, State | None]:
+    """The kernel codec; remembers nothing."""
+    payload = compress(
+        update, upload.beta, seed=upload.seed, blocks=upload.blocks, binding=upload.binding
+    )
+    return payload, memory
+
+
+def decode(payload: bytes, shapes: Shapes, binding: bytes) -> Update:
+    """The quantized update; every element of the sub-model counts."""
+    values = decompress(payload, shapes, binding=binding).values
+    return Update(values, {n: torch.ones(v.shape, dtype=torch.bool) for n, v in values.items()})
+
+
+def weigh(alpha: FloatArray, beta: FloatArray, samples: FloatArray) -> FloatArray:
+    """The plain mean, unless sample counts are asked for."""
+    del alpha, beta
+    shares: FloatArray = samples / samples.sum()
+    return shares
+
+
+METHOD = Method(
+    summary="HeteroFL: nested widths by computing capacity, averaged where they overlap",
+    plan=plan,
+    encode=encode,
+    decode=decode,
+    weigh=weigh,
+    sorts_channels=False,
+    prepare=prepare,
+)

@@ -1,0 +1,81 @@
+"""STC (Sattler et al., 2019): the largest elements as ±μ, the rest remembered for later rounds.
+
+    v = u + r,   ũ[j] = μ·sgn(v[j]) on the k largest |v|, μ = mean of those |v|,   r ← v − ũ
+
+Positions are Golomb-coded, signs are one bit each. Full width at a fixed rate; the clock meets the
+latency budget. Elements that were not sent count as zero, as in the original.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from anycostfl.checks import FloatArray
+from anycostfl.codec import byte_budget
+from anycostfl.codec.flat import all_of, flatten, unflatten
+from anycostfl.codec.frame import bond
+from anycostfl.codec.kernels import Floats
+from anycostfl.codec.sparse import Layout, Ranked, Sparse, fill, pack_sparse, unpack_sparse
+from anycostfl.methods import Method, Shapes, State, Upload, elements
+from anycostfl.planner import fixed_strategies
+from anycostfl.types import Devices, Limits, Strategies, Update, Workload
+
+RATE = 1 / 43  # of S, recovered from the paper's table
+
+
+def plan(devices: Devices, workload: Workload, limits: Limits) -> Strategies:
+    """Full width, one rate for all."""
+    ones = np.ones(len(devices))
+    return fixed_strategies(devices, workload, alpha=ones, beta=ones * (limits.rate or RATE))
+
+
+def encode(update: State, upload: Upload, memory: State | None) -> tuple[bytes, State | None]:
+    """Sparse ternary compression with error feedback."""
+    shapes = {name: tensor.shape for name, tensor in update.items()}
+    wanted = flatten(update) + (flatten(memory) if memory else np.float32(0))
+    ranked, tie = Ranked(wanted), bond(upload.binding, shapes)
+
+    def payload_of(count: int) -> bytes:
+        return pack_sparse(ternary(wanted, ranked, count), tie)
+
+    budget = byte_budget(upload.beta, wanted.size)
+    payload = fill(budget, 1.5 * budget, ranked.most, payload_of)
+    sent = _values(unpack_sparse(payload, tie, Layout(wanted.size, scalars=1)))
+    return payload, unflatten(wanted - sent, shapes)
+
+
+def ternary(wanted: Floats, ranked: Ranked, count: int) -> Sparse:
+    """The `count` largest elements as signs, and their mean magnitude μ."""
+    kept = ranked.largest(count) if count else np.zeros(wanted.size, np.bool_)
+    chosen = wanted[kept]
+    size = float(np.abs(chosen).mean()) if chosen.size else 0.0
+    return Sparse(kept, (size,), np.where(chosen > 0, 0, -1))
+
+
+def _values(sparse: Sparse) -> Floats:
+    flat = np.zeros(sparse.kept.size, np.float32)
+    flat[sparse.kept] = np.where(sparse.integers < 0, -1, 1) * np.float32(sparse.scalars[0])
+    return flat
+
+
+def decode(payload: bytes, shapes: Shapes, binding: bytes) -> Update:
+    """The ternary update."""
+    layout = Layout(elements(shapes), scalars=1)
+    return all_of(_values(unpack_sparse(payload, bond(binding, shapes), layout)), shapes)
+
+
+def weigh(alpha: FloatArray, beta: FloatArray, samples: FloatArray) -> FloatArray:
+    """The plain mean, unless sample counts are asked for."""
+    del alpha, beta
+    shares: FloatArray = samples / samples.sum()
+    return shares
+
+
+METHOD = Method(
+    summary="STC: top-k ternary updates with error feedback, full models",
+    plan=plan,
+    encode=encode,
+    decode=decode,
+    weigh=weigh,
+    sorts_channels=False,
+)

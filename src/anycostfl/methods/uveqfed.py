@@ -1,0 +1,120 @@
+"""UVeQFed (Shlezinger et al., 2021) on the largest elements: a dithered lattice, a shared seed.
+
+    v = the k largest elements of u in pairs x,   ℓ = Q_Λ(x/ζ + z),   x̃ = ζ·(ℓ − z)
+
+Λ is the hexagonal lattice, Q_Λ the nearest point, z a dither uniform over its cell that server and
+device draw from the same seed, ζ = STEP root-mean-squares of v. Subtracting the dither makes the
+error uniform over the cell and independent of x. Full width at a fixed rate; the clock meets the
+latency budget; weights by sample count.
+
+Deviation: the seed is derived from what binds the payload to its plan, so it needs no transport.
+"""
+
+from __future__ import annotations
+
+from hashlib import blake2s
+
+import numpy as np
+
+from anycostfl.checks import FloatArray
+from anycostfl.codec import byte_budget
+from anycostfl.codec.flat import all_of, flatten
+from anycostfl.codec.frame import bond
+from anycostfl.codec.kernels import Doubles, Floats, Ints
+from anycostfl.codec.sparse import Layout, Ranked, Sparse, fill, pack_sparse, unpack_sparse
+from anycostfl.methods import Method, Shapes, State, Upload, elements
+from anycostfl.planner import fixed_strategies
+from anycostfl.types import Devices, Limits, Strategies, Update, Workload
+
+RATE = 1 / 34  # of S, recovered from the paper's table
+STEP = 0.5  # in root-mean-squares of what is kept; about the least error at this rate
+BASIS = np.array([[1.0, 0.0], [0.5, np.sqrt(0.75)]])  # rows; cells of width 1
+
+
+def plan(devices: Devices, workload: Workload, limits: Limits) -> Strategies:
+    """Full width, one rate for all."""
+    ones = np.ones(len(devices))
+    return fixed_strategies(devices, workload, alpha=ones, beta=ones * (limits.rate or RATE))
+
+
+def nearest(points: Doubles) -> Ints:
+    """The coordinates, in the basis, of the lattice point nearest to each point."""
+    # The lattice is two rectangular ones, shifted by (1/2, √3/2): take the nearer of the two.
+    width, height = 1.0, 2 * BASIS[1, 1]
+    first = np.rint(points / (width, height))
+    shifted = np.rint((points - BASIS[1]) / (width, height))
+    to_first = points - first * (width, height)
+    to_shifted = points - BASIS[1] - shifted * (width, height)
+    nearer = (to_first**2).sum(1) <= (to_shifted**2).sum(1)
+    # (a, 2b·√3/2) = (a − b)·e₁ + 2b·e₂, and the shift is one e₂ more.
+    best = np.where(nearer[:, None], first, shifted)
+    up = 2 * best[:, 1] + ~nearer
+    across = best[:, 0] - best[:, 1]
+    return np.stack([across, up], 1).astype(np.int64)
+
+
+def dither(binding: bytes, pairs: int) -> Doubles:
+    """The points both sides draw: uniform over the cell around the origin."""
+    seed = int.from_bytes(blake2s(binding, digest_size=16, person=b"uveqfed1").digest())
+    spread = np.random.default_rng(seed).random((pairs, 2)) @ BASIS
+    inside: Doubles = spread - nearest(spread) @ BASIS
+    return inside
+
+
+def encode(update: State, upload: Upload, memory: State | None) -> tuple[bytes, State | None]:
+    """Top-k, then the dithered lattice; remembers nothing."""
+    flat = flatten(update)
+    tie = bond(upload.binding, {name: tensor.shape for name, tensor in update.items()})
+    ranked = Ranked(flat)
+
+    def payload_of(count: int) -> bytes:
+        return pack_sparse(quantize(flat, ranked, count, upload.binding), tie)
+
+    budget = byte_budget(upload.beta, flat.size)
+    return fill(budget, 1.0 * budget, ranked.most, payload_of), memory
+
+
+def quantize(flat: Floats, ranked: Ranked, count: int, binding: bytes) -> Sparse:
+    """The `count` largest elements as lattice coordinates; the scalar is ζ."""
+    kept = ranked.largest(count) if count else np.zeros(flat.size, np.bool_)
+    chosen = flat[kept].astype(np.float64)
+    scale = np.float32(STEP * np.sqrt(np.mean(chosen**2))) if chosen.size else np.float32(0)
+    if not scale > 0:
+        return Sparse(np.zeros(flat.size, np.bool_), (0.0,), np.empty(0, np.int64))
+    pairs = np.resize(np.append(chosen, 0.0), (-(-chosen.size // 2), 2))
+    points = nearest(pairs / np.float64(scale) + dither(binding, len(pairs)))
+    return Sparse(kept, (float(scale),), points.ravel())
+
+
+def dequantize(sparse: Sparse, binding: bytes) -> Floats:
+    """The lattice points without the dither, in their places."""
+    points = sparse.integers.reshape(-1, 2) @ BASIS - dither(binding, sparse.integers.size // 2)
+    flat = np.zeros(sparse.kept.size, np.float32)
+    flat[sparse.kept] = (sparse.scalars[0] * points).ravel()[: np.count_nonzero(sparse.kept)]
+    return flat
+
+
+def decode(payload: bytes, shapes: Shapes, binding: bytes) -> Update:
+    """The quantized update; elements that were not sent count as zero."""
+    layout = Layout(elements(shapes), scalars=1, group=2)
+    return all_of(
+        dequantize(unpack_sparse(payload, bond(binding, shapes), layout), binding), shapes
+    )
+
+
+def weigh(alpha: FloatArray, beta: FloatArray, samples: FloatArray) -> FloatArray:
+    """In proportion to the data."""
+    del alpha, beta
+    shares: FloatArray = samples / samples.sum()
+    return shares
+
+
+METHOD = Method(
+    summary="UVeQFed: top-k elements on a dithered hexagonal lattice, full models",
+    plan=plan,
+    encode=encode,
+    decode=decode,
+    weigh=weigh,
+    sorts_channels=False,
+    by_samples=True,
+)

@@ -1,0 +1,299 @@
+"""Each baseline against its own paper: hand-computed values, oracles, and hostile bytes."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Mapping
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from anycostfl import methods, models
+from anycostfl.codec import byte_budget
+from anycostfl.codec.flat import flatten
+from anycostfl.codec.frame import bond
+from anycostfl.codec.sparse import Layout, Ranked, Sparse, draw, fill, pack_sparse, unpack_sparse
+from anycostfl.config import load_preset
+from anycostfl.errors import PayloadError, UnknownName
+from anycostfl.fleet import draw_cohort
+from anycostfl.methods import Upload, fedhq, heterofl, qsgd, stc, uveqfed
+
+SHAPES = {"a.weight": (24, 10, 5, 5), "a.bias": (24,), "b.weight": (50, 96)}
+TIE = bond(b"plan", SHAPES)
+
+
+def update(seed: int = 0) -> dict[str, Tensor]:
+    random = torch.Generator().manual_seed(seed)
+    return {n: torch.randn(s, generator=random) ** 3 / 100 for n, s in SHAPES.items()}
+
+
+def vector(tensors: Mapping[str, Tensor]) -> np.ndarray:
+    return flatten(tensors).astype(np.float64)
+
+
+def compressing() -> list[str]:
+    return [name for name in methods.names() if name != "fedavg"]
+
+
+# --- every method ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", compressing())
+@pytest.mark.parametrize("beta", [1 / 25, 1 / 33, 1 / 43])
+def test_payloads_fill_the_budget_and_never_exceed_it(name: str, beta: float) -> None:
+    method, given_ = methods.load(name), update()
+    budget = byte_budget(beta, vector(given_).size)
+    payload, _ = method.encode(given_, Upload(beta, 7, b"plan"), None)
+    assert 0.9 * budget <= len(payload) <= budget
+    decoded = method.decode(payload, SHAPES, b"plan")
+    wanted = vector(given_)
+    assert np.linalg.norm(vector(decoded.values) - wanted) < np.linalg.norm(wanted)
+    assert list(decoded.values) == list(SHAPES)
+    assert all(decoded.values[n].shape == decoded.masks[n].shape == SHAPES[n] for n in SHAPES)
+
+
+@pytest.mark.parametrize("name", methods.names())
+def test_zeros_survive(name: str) -> None:
+    method = methods.load(name)
+    nothing = {n: torch.zeros(s) for n, s in SHAPES.items()}
+    payload, _ = method.encode(nothing, Upload(1.0, 7, b"plan"), None)
+    assert not vector(method.decode(payload, SHAPES, b"plan").values).any()
+
+
+@pytest.mark.parametrize("name", methods.names())
+def test_a_payload_of_another_plan_is_refused(name: str) -> None:
+    method = methods.load(name)
+    payload, _ = method.encode(update(), Upload(1.0, 7, b"plan"), None)
+    with pytest.raises(PayloadError, match="bound to another"):
+        method.decode(payload, SHAPES, b"another plan")
+
+
+@settings(max_examples=60, deadline=None)
+@given(data=st.data(), name=st.sampled_from(methods.names()))
+def test_damaged_payloads_are_refused(data: st.DataObject, name: str) -> None:
+    method = methods.load(name)
+    payload, _ = method.encode(update(), Upload(0.06 if name != "fedavg" else 1, 7, b"plan"), None)
+    at = data.draw(st.integers(0, len(payload) - 1))
+    damaged = (
+        payload[:at] + bytes([payload[at] ^ data.draw(st.integers(1, 255))]) + payload[at + 1 :]
+    )
+    with pytest.raises(PayloadError):
+        method.decode(damaged, SHAPES, b"plan")
+
+
+def test_an_unknown_method_is_named() -> None:
+    with pytest.raises(UnknownName, match="stc"):
+        methods.load("sct")
+
+
+# --- the shared sparse payload --------------------------------------------------------------------
+
+
+@given(
+    kept=st.lists(st.booleans(), min_size=1, max_size=300),
+    group=st.integers(1, 3),
+    seed=st.integers(0, 2**32 - 1),
+    spread=st.sampled_from([1, 3, 200, 100_000]),
+)
+def test_sparse_payloads_return_what_was_packed(
+    kept: list[bool], group: int, seed: int, spread: int
+) -> None:
+    layout, random = Layout(len(kept), scalars=2, group=group), np.random.default_rng(seed)
+    count = layout.integers(sum(kept))
+    given_ = Sparse(np.array(kept), (0.5, -2.0), random.integers(-spread, spread + 1, count))
+    got = unpack_sparse(pack_sparse(given_, TIE), TIE, layout)
+    assert (got.kept == given_.kept).all()
+    assert (got.integers == given_.integers).all()
+    assert got.scalars == ((0.5, -2.0) if any(kept) else (0.0, 0.0))
+
+
+@settings(max_examples=200, deadline=None)
+@given(body=st.binary(max_size=200))
+def test_any_sealed_body_is_refused_or_decodes(body: bytes) -> None:
+    from anycostfl.codec.frame import seal
+
+    layout = Layout(300, scalars=1)
+    try:
+        got = unpack_sparse(seal(b"ACFS", body, TIE), TIE, layout)
+    except PayloadError:
+        return
+    assert got.kept.size == 300
+    assert got.integers.size == np.count_nonzero(got.kept)
+
+
+@given(st.lists(st.floats(-1e3, 1e3, width=32), min_size=1, max_size=200), st.integers(1, 200))
+def test_the_largest_are_the_largest(values: list[float], count: int) -> None:
+    flat = np.array(values, np.float32)
+    kept = Ranked(flat).largest(count)
+    assert not kept[flat == 0].any()
+    if kept.any() and not kept.all():
+        # Ranks are 1/1024 apart.
+        assert np.abs(flat[kept]).min() * 1.001 >= np.abs(flat[~kept]).max()
+
+
+@given(st.integers(30, 3000), st.floats(0.3, 3.0), st.floats(1, 1e5))
+def test_fill_finds_the_largest_that_fits(budget: int, power: float, start: float) -> None:
+    def encode(number: int) -> bytes:
+        return bytes(min(10**6, 26 + int(number**power)))
+
+    size = len(fill(budget, start, 10**5, encode))
+    assert size <= budget
+    bound = len(encode(min(10**5, int((budget - 26) ** (1 / power)))))
+    assert size >= min(0.995 * budget, bound) - 1 or size >= 0.9 * bound
+
+
+def test_draws_are_right_on_average() -> None:
+    values = np.array([0.0, 0.25, 1.0, 2.75, 10.5])
+    chance = np.random.default_rng(0).random((20_000, 5), np.float32)
+    mean = np.mean([draw(values, row) for row in chance], 0)
+    assert mean == pytest.approx(values, abs=0.015)
+
+
+# --- STC ------------------------------------------------------------------------------------------
+
+
+def test_stc_by_hand() -> None:
+    flat = np.array([0.1, -4.0, 3.0, 0.5, -0.2], np.float32)
+    sparse = stc.ternary(flat, Ranked(flat), 2)
+    assert sparse.kept.tolist() == [False, True, True, False, False]
+    assert sparse.scalars == (3.5,)
+    assert sparse.integers.tolist() == [-1, 0]  # minus, plus
+
+
+def test_stc_remembers_exactly_what_it_did_not_send() -> None:
+    memory = None
+    for number in range(3):
+        given_ = update(number)
+        before = vector(memory) if memory else 0.0
+        payload, memory = stc.encode(given_, Upload(1 / 40, 7, b"plan"), memory)
+        sent = vector(stc.decode(payload, SHAPES, b"plan").values)
+        assert memory is not None
+        assert vector(memory) + sent == pytest.approx(vector(given_) + before, abs=1e-6)
+        assert len(np.unique(np.abs(sent))) == 2  # 0 and μ
+
+
+# --- QSGD -----------------------------------------------------------------------------------------
+
+
+def test_qsgd_is_unbiased_on_what_it_keeps() -> None:
+    flat = flatten(update())
+    ranked = Ranked(flat)
+    total, runs = np.zeros(flat.size), 400
+    for seed in range(runs):
+        sparse = qsgd.quantize(flat, ranked, 500, seed)
+        total[sparse.kept] += sparse.integers * sparse.scalars[0]
+    unit = sparse.scalars[0]
+    error = total[sparse.kept] / runs - flat[sparse.kept]
+    assert np.abs(error).max() < 5 * unit / math.sqrt(runs) / 2  # five standard deviations
+    assert not total[~sparse.kept].any()
+
+
+def test_qsgd_levels_are_parts_of_the_norm() -> None:
+    flat = np.array([3.0, -4.0, 0.0, 0.0], np.float32)
+    sparse = qsgd.quantize(flat, Ranked(flat), 2, seed=1)
+    levels = math.ceil(math.sqrt(2) / qsgd.STEP)
+    assert sparse.scalars[0] == pytest.approx(5.0 / levels)
+    assert np.abs(sparse.integers * sparse.scalars[0] - [3, -4]).max() <= 5.0 / levels
+    assert np.sign(sparse.integers).tolist() == [1, -1]
+
+
+# --- UVeQFed --------------------------------------------------------------------------------------
+
+
+@given(st.lists(st.tuples(st.floats(-9, 9), st.floats(-9, 9)), min_size=1, max_size=20))
+def test_nearest_is_nearest(points: list[tuple[float, float]]) -> None:
+    given_ = np.array(points)
+    found = uveqfed.nearest(given_) @ uveqfed.BASIS
+    lattice = np.array(list(itertools.product(range(-25, 26), repeat=2))) @ uveqfed.BASIS
+    best = np.linalg.norm(given_[:, None] - lattice[None], axis=2).min(1)
+    assert np.linalg.norm(given_ - found, axis=1) == pytest.approx(best, abs=1e-9)
+
+
+def test_the_dither_cancels() -> None:
+    """The error is uniform over the cell, whatever the value: its mean 0, its size 5/72 each."""
+    flat, pairs = np.full(40_000, 0.123, np.float32), 20_000
+    sparse = uveqfed.quantize(flat, Ranked(flat), flat.size, b"seed")
+    scale = sparse.scalars[0]
+    error = (uveqfed.dequantize(sparse, b"seed") - flat).reshape(pairs, 2) / scale
+    assert np.linalg.norm(error, axis=1).max() <= 1 / math.sqrt(3) + 1e-5  # the covering radius
+    assert error.mean(0) == pytest.approx(0.0, abs=0.01)
+    assert (error**2).mean() == pytest.approx(5 / 72, rel=0.03)  # the hexagon's second moment
+    wrong = uveqfed.dequantize(sparse, b"another seed") - flat
+    assert (wrong**2).mean() > 1.5 * scale**2 * (error**2).mean()
+
+
+# --- FedHQ ----------------------------------------------------------------------------------------
+
+
+def test_fedhq_is_unbiased() -> None:
+    flat = flatten(update())
+    runs, levels = 300, 40
+    unit = float(np.abs(flat).max()) / levels
+    total = np.zeros(flat.size)
+    for seed in range(runs):
+        sparse = fedhq.quantize(flat, levels, np.random.default_rng(seed).random(flat.size, "f4"))
+        total[sparse.kept] += sparse.integers * sparse.scalars[0]
+    assert np.abs(total / runs - flat).max() < 6 * unit / math.sqrt(runs) / 2
+
+
+def test_fedhq_weights_by_hand_and_best() -> None:
+    beta, samples = np.array([1 / 32, 2 / 32]), np.ones(2)
+    # One bit is one level, q = √512; two bits are three levels, q = √512/3.
+    share = (1 + math.sqrt(512) / 3) ** -1 / (
+        (1 + math.sqrt(512)) ** -1 + (1 + math.sqrt(512) / 3) ** -1
+    )
+    assert fedhq.weigh(beta, beta, samples) == pytest.approx([1 - share, share])
+    cost = 1 + math.sqrt(512) / np.array([1.0, 3.0])
+    grid = np.linspace(0.01, 0.99, 99)
+    assert share == pytest.approx(
+        grid[np.argmin(grid**2 * cost[1] + (1 - grid) ** 2 * cost[0])], abs=0.006
+    )
+
+
+def test_fedhq_gives_better_channels_more_bits() -> None:
+    config = load_preset("fmnist-iid")
+    cohort = draw_cohort(config.fleet, seed=0, round_index=0)
+    planned = fedhq.plan(cohort.devices, config.workload, config.limits_of("fedhq"))
+    order = np.argsort(cohort.devices.rate_bps)
+    assert (np.diff(planned.beta[order]) >= 0).all()
+    assert planned.beta.mean() == pytest.approx(1 / 33, rel=0.01)
+
+
+# --- HeteroFL -------------------------------------------------------------------------------------
+
+
+def test_heterofl_widths_follow_the_processor_as_in_the_papers_table() -> None:
+    config = load_preset("fmnist-iid")
+    alphas, shares = [], []
+    for number in range(30):
+        cohort = draw_cohort(config.fleet, seed=0, round_index=number)
+        planned = heterofl.plan(cohort.devices, config.workload, config.limits_of("heterofl"))
+        order = np.argsort(cohort.devices.energy_coefficient)
+        assert (np.diff(planned.alpha[order]) <= 0).all()
+        alphas.append(planned.alpha.mean())
+        shares.append((planned.alpha * planned.beta).mean())
+        assert planned.latency_s.max() > config.fleet.latency_s  # it does not know the radio
+    assert np.mean(alphas) == pytest.approx(0.79, abs=0.03)
+    assert np.mean(shares) == pytest.approx(1 / 41, rel=0.02)
+
+
+def test_the_scaler_scales_hidden_layers_while_training_only() -> None:
+    module = models.load("cnn").build()
+    image = torch.randn(2, 1, 28, 28)
+    with torch.no_grad():
+        module.eval()
+        plain = module(image)
+        heterofl.prepare(module, 0.25)
+        assert torch.equal(module(image), plain)
+        seen: list[Tensor] = []
+        module.get_submodule("fc1").register_forward_hook(lambda _m, _i, output: seen.append(output))
+        module.get_submodule("conv1").register_forward_hook(lambda _m, _i, output: seen.append(output))
+        module(image)
+        module.train()
+        module(image)
+    assert torch.allclose(seen[2], 2 * seen[0])  # conv1, scaled by 1/√α
