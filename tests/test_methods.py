@@ -291,8 +291,12 @@ def test_the_scaler_scales_hidden_layers_while_training_only() -> None:
         heterofl.prepare(module, 0.25)
         assert torch.equal(module(image), plain)
         seen: list[Tensor] = []
-        module.get_submodule("fc1").register_forward_hook(lambda _m, _i, output: seen.append(output))
-        module.get_submodule("conv1").register_forward_hook(lambda _m, _i, output: seen.append(output))
+        module.get_submodule("fc1").register_forward_hook(
+            lambda _m, _i, output: seen.append(output)
+        )
+        module.get_submodule("conv1").register_forward_hook(
+            lambda _m, _i, output: seen.append(output)
+        )
         module(image)
         module.train()
         module(image)

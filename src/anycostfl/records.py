@@ -88,6 +88,11 @@ class RunWriter:
             _write_whole(folder / CONFIG, config.encode())
         return cls(folder)
 
+    def reconfigure(self, config: str) -> None:
+        """Replace the configuration: the same run, to go on for longer."""
+        with _said(self.folder):
+            _write_whole(self.folder / CONFIG, config.encode())
+
     def append(self, record: RoundRecord) -> None:
         """Add a round to the journal."""
         now = time.monotonic()
@@ -136,6 +141,11 @@ def open_run(folder: Path) -> tuple[SavedRun, RunWriter]:
         for left in folder.glob("*.part"):
             left.unlink()
     return dataclasses.replace(saved, records=kept), RunWriter(folder)
+
+
+def read_records(folder: Path) -> list[RoundRecord]:
+    """The rounds of a run, up to any damage."""
+    return list(_read_journal(folder / JOURNAL, []))
 
 
 def read_run(folder: Path) -> SavedRun:

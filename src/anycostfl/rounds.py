@@ -19,7 +19,15 @@ from anycostfl.errors import PayloadError
 from anycostfl.fleet import Cohort
 from anycostfl.methods import Method, State, Upload
 from anycostfl.shrink import ElasticModel, WidthPlan
-from anycostfl.types import Binds, DeviceRecord, Reason, Strategies, Update
+from anycostfl.types import (
+    Binds,
+    DeviceRecord,
+    Devices,
+    Reason,
+    Strategies,
+    Update,
+    Workload,
+)
 from anycostfl.workers import DeviceSide, Job, Purpose, Reply, draw_seed
 
 # --- what the server tells each device ------------------------------------------------------------
@@ -150,10 +158,7 @@ def _describe_device(
     if outcome is None:
         return known
     plan, chosen, payload = outcome.assignment.plan, strategies[i], outcome.reply.payload
-    flops = config.workload.epochs * known.samples * config.workload.flops_per_sample
-    cycles = flops * plan.flops_ratio / float(devices.flops_per_cycle[i])
-    upload_s = 8 * len(payload) / known.rate_bps
-    return replace(
+    done = replace(
         known,
         status=f"refused: {outcome.refusal}" if outcome.refusal else "ok",
         alpha=chosen.alpha,
@@ -164,9 +169,20 @@ def _describe_device(
         weight=outcome.assignment.weight,
         bytes_up=len(payload),
         bytes_down=4 * sum(map(math.prod, plan.shapes.values())),
-        compute_s=cycles / chosen.frequency_hz,
-        upload_s=upload_s,
-        compute_j=float(devices.energy_coefficient[i]) * chosen.frequency_hz**2 * cycles,
-        upload_j=upload_s * float(devices.power_w[i]),
         binds=tuple(Binds(int(strategies.binds[i])).words()),
+    )
+    return charge(done, devices, i, config.workload)
+
+
+def charge(record: DeviceRecord, devices: Devices, i: int, workload: Workload) -> DeviceRecord:
+    """What the i-th device pays for the FLOPs it computed, at its clock, and the bytes it sent."""
+    flops = workload.epochs * record.samples * workload.flops_per_sample * record.flops_ratio
+    cycles = flops / float(devices.flops_per_cycle[i])
+    upload_s = 8 * record.bytes_up / record.rate_bps
+    return replace(
+        record,
+        compute_s=cycles / record.frequency_hz,
+        upload_s=upload_s,
+        compute_j=float(devices.energy_coefficient[i]) * record.frequency_hz**2 * cycles,
+        upload_j=upload_s * float(devices.power_w[i]),
     )

@@ -36,7 +36,7 @@ def run(
     json: Annotated[bool, typer.Option("--json", help="One JSON document at the end")] = False,
 ) -> None:
     """Train a simulated fleet and show what it cost. Ctrl-C stops it cleanly; --resume goes on."""
-    processes = _check_workers(workers)
+    processes = check_workers(workers)
     if resume is not None:
         if set_ or out_dir or dry_run:
             raise ConfigError(["--resume takes the run as it is: no --set, --out or --dry-run"])
@@ -59,7 +59,8 @@ def run(
         raise typer.Exit(130)
 
 
-def _check_workers(workers: int) -> int:
+def check_workers(workers: int) -> int:
+    """How many processes to use; 0 means one per core."""
     if workers < 0:
         raise ConfigError([f"--workers: given {workers}, allowed 0 (one per core) or more"])
     return workers or len(os.sched_getaffinity(0))

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from anycostfl.codec.kernels import Floats
 from anycostfl.errors import PayloadError, UpdateError
-from anycostfl.types import Update
+from anycostfl.types import Update, counting_all
 
 
 def flatten(update: Mapping[str, Tensor]) -> Floats:
@@ -38,5 +38,4 @@ def all_of(flat: Floats, shapes: Mapping[str, Sequence[int]]) -> Update:
     """A received update in which every element counts, those that are zero too."""
     if not np.isfinite(flat).all():
         raise PayloadError("the payload holds a value that is not finite")
-    masks = {name: torch.ones(tuple(shape), dtype=torch.bool) for name, shape in shapes.items()}
-    return Update(unflatten(flat, shapes), masks)
+    return counting_all(Update(unflatten(flat, shapes), {}))

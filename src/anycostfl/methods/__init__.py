@@ -1,4 +1,4 @@
-"""Federated methods, one file each: `methods/NAME.py` ends with a constant `METHOD`.
+"""Federated methods, one file each: `methods/NAME.py` has a constant `METHOD`, maybe `VARIANTS`.
 
 A method is five functions. The simulator and the Flower adapter call them in the same order; what a
 device remembers between rounds is passed in and returned, never hidden.
@@ -68,9 +68,20 @@ def names() -> list[str]:
     return sorted(info.name for info in pkgutil.iter_modules(__path__))
 
 
+def variants(name: str) -> list[str]:
+    """The names of a method's variants, as `load` takes them."""
+    module = importlib.import_module(f"{__name__}.{name}")
+    return [f"{name}/{variant}" for variant in getattr(module, "VARIANTS", {})]
+
+
 def load(name: str) -> Method:
-    """The method of that name."""
-    if name not in names():
+    """The method of that name, or a variant of it: `method/variant`."""
+    base, _, variant = name.partition("/")
+    if base not in names():
         raise UnknownName(f"no method {name!r}; there are {', '.join(names())}")
-    method: Method = importlib.import_module(f"{__name__}.{name}").METHOD
-    return method
+    module = importlib.import_module(f"{__name__}.{base}")
+    known: Mapping[str, Method] = {"": module.METHOD, **getattr(module, "VARIANTS", {})}
+    if variant not in known:
+        there = ", ".join(variants(base)) or "none"
+        raise UnknownName(f"no variant {name!r}; of {base} there are {there}")
+    return known[variant]

@@ -1,13 +1,23 @@
-"""AnycostFL (Li et al., 2023): the best strategy that every device can afford, each round."""
+"""AnycostFL (Li et al., 2023): the best strategy that every device can afford, each round.
+
+`VARIANTS` leave out one of its three parts (paper V-C): elastic model shrinking (EMS), flexible
+gradient compression (FGC) or all-in-one aggregation (AIO). What a device would have uploaded or
+computed otherwise stays as planned; what the missing part saved is paid, whatever the budgets say.
+"""
 
 from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
 
 from anycostfl.aggregate import optimal_weights
 from anycostfl.checks import FloatArray
 from anycostfl.codec import compress, decompress
+from anycostfl.codec.dense import pack_dense, unpack_dense
 from anycostfl.methods import Method, Shapes, State, Upload
-from anycostfl.planner import plan_strategies
-from anycostfl.types import Update
+from anycostfl.planner import fixed_strategies, plan_strategies
+from anycostfl.types import Devices, Limits, Strategies, Update, Workload, counting_all
 
 
 def encode(update: State, upload: Upload, memory: State | None) -> tuple[bytes, State | None]:
@@ -36,3 +46,57 @@ METHOD = Method(
     weigh=weigh,
     sorts_channels=True,
 )
+
+
+def plan_full_width(devices: Devices, workload: Workload, limits: Limits) -> Strategies:
+    """The planned upload of everyone, but full models."""
+    planned = plan_strategies(devices, workload, limits)
+    share = np.where(planned.feasible, planned.alpha * planned.beta, limits.beta_min)
+    return fixed_strategies(devices, workload, alpha=np.ones(len(devices)), beta=share)
+
+
+def plan_uncompressed(devices: Devices, workload: Workload, limits: Limits) -> Strategies:
+    """The planned widths of everyone, but 32 bits for each element."""
+    planned = plan_strategies(devices, workload, limits)
+    alpha = np.where(planned.feasible, planned.alpha, limits.alpha_min)
+    return fixed_strategies(devices, workload, alpha=alpha, beta=np.ones(len(devices)))
+
+
+def encode_dense(update: State, upload: Upload, memory: State | None) -> tuple[bytes, State | None]:
+    """32 bits for every element."""
+    return pack_dense(update, binding=upload.binding), memory
+
+
+def decode_dense(payload: bytes, shapes: Shapes, binding: bytes) -> Update:
+    """Exactly what was sent."""
+    return unpack_dense(payload, shapes, binding=binding)
+
+
+def decode_unmasked(payload: bytes, shapes: Shapes, binding: bytes) -> Update:
+    """The quantized update; elements that were not sent count as zero."""
+    return counting_all(decompress(payload, shapes, binding=binding))
+
+
+def weigh_equally(alpha: FloatArray, beta: FloatArray, samples: FloatArray) -> FloatArray:
+    """The plain mean."""
+    del alpha, beta
+    shares: FloatArray = samples / samples.sum()
+    return shares
+
+
+VARIANTS = {
+    "without-ems": replace(METHOD, summary="AnycostFL with full models", plan=plan_full_width),
+    "without-fgc": replace(
+        METHOD,
+        summary="AnycostFL without compression",
+        plan=plan_uncompressed,
+        encode=encode_dense,
+        decode=decode_dense,
+    ),
+    "without-aio": replace(
+        METHOD,
+        summary="AnycostFL with plain averaging",
+        decode=decode_unmasked,
+        weigh=weigh_equally,
+    ),
+}

@@ -16,7 +16,6 @@ from __future__ import annotations
 import math
 
 import numpy as np
-import torch
 from torch import Tensor, nn
 
 from anycostfl import cost
@@ -24,7 +23,7 @@ from anycostfl.checks import FloatArray
 from anycostfl.codec import compress, decompress
 from anycostfl.methods import Method, Shapes, State, Upload
 from anycostfl.planner import fixed_strategies
-from anycostfl.types import Devices, Limits, Strategies, Update, Workload
+from anycostfl.types import Devices, Limits, Strategies, Update, Workload, counting_all
 
 RATE = 1 / 41  # αβ on average, recovered from the paper's table
 
@@ -64,8 +63,7 @@ def encode(update: State, upload: Upload, memory: State | None) -> tuple[bytes, 
 
 def decode(payload: bytes, shapes: Shapes, binding: bytes) -> Update:
     """The quantized update; every element of the sub-model counts."""
-    values = decompress(payload, shapes, binding=binding).values
-    return Update(values, {n: torch.ones(v.shape, dtype=torch.bool) for n, v in values.items()})
+    return counting_all(decompress(payload, shapes, binding=binding))
 
 
 def weigh(alpha: FloatArray, beta: FloatArray, samples: FloatArray) -> FloatArray:

@@ -1,0 +1,63 @@
+"""What `compare` and `sweep` share: lists on the command line, progress, going on alone."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from anycostfl.cli._console import out, table
+from anycostfl.compare import Case, Records
+from anycostfl.errors import ConfigError
+
+EVERY = 10  # rounds between two lines of progress
+
+
+def names_of(text: str, known: Sequence[str], load: Callable[[str], object]) -> list[str]:
+    """The names in a list with commas, or all; an unknown one is an error that says so."""
+    chosen = list(known) if text == "all" else [name.strip() for name in text.split(",")]
+    for name in chosen:
+        load(name)
+    return chosen
+
+
+def numbers_of(text: str, option: str) -> list[float]:
+    """The numbers in a list with commas."""
+    try:
+        return [float(part) for part in text.split(",") if part.strip()]
+    except ValueError as error:
+        raise ConfigError([f"{option}: given {text!r}, allowed numbers with commas"]) from error
+
+
+def progress(*, quiet: bool) -> Callable[[Case, Records], None]:
+    """Say where a run is, every few rounds."""
+
+    def watch(case: Case, records: Records) -> None:
+        if quiet or len(records) % EVERY:
+            return
+        seen = [r.accuracy for r in records if r.accuracy is not None]
+        shown = f"{100 * seen[-1]:5.2f} %" if seen else "  –  "
+        out.print(f"{case.name:34} round {len(records):4d}  accuracy {shown}", soft_wrap=True)
+
+    return watch
+
+
+def go_on_alone(folder: Path) -> None:
+    """Start the same command without --background, detached, its words in a file."""
+    folder.mkdir(parents=True, exist_ok=True)
+    again = [word for word in sys.argv[1:] if word != "--background"]
+    with (folder / "log.txt").open("a") as log:
+        process = subprocess.Popen(  # noqa: S603 - this very program
+            [sys.executable, "-m", "anycostfl", *again],
+            stdout=log,
+            stderr=log,
+            stdin=subprocess.DEVNULL,
+            start_new_session=True,
+        )
+    out.print(f"Process {process.pid} goes on alone; its words are in {folder / 'log.txt'}")
+
+
+def show(title: str, header: Sequence[str], cells: Sequence[Sequence[str]]) -> None:
+    """Print a table whose figures are aligned to the right."""
+    out.print(table(title, [header[0], *(f">{name}" for name in header[1:])], cells))

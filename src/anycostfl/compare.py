@@ -1,0 +1,346 @@
+"""Experiments side by side (Sec. V): many runs under one folder, each going on where it stopped.
+
+A case is one run: a method, a learning rate, a seed, a fleet. `Series.advance` plays a case until
+it is enough; what is done already is read, not repeated. Costs to a target accuracy become rows,
+and rows a table beside the paper's.
+"""
+
+from __future__ import annotations
+
+import csv
+import fcntl
+import io
+import os
+import statistics
+import tomllib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import astuple, dataclass, fields, replace
+from importlib import resources
+from pathlib import Path
+
+import numpy as np
+
+from anycostfl import methods
+from anycostfl.config import Config, to_toml
+from anycostfl.errors import AnycostError
+from anycostfl.experiment import settle
+from anycostfl.fleet import draw_cohort
+from anycostfl.records import CONFIG, RunWriter, read_records
+from anycostfl.rounds import charge
+from anycostfl.runs import Snapshot, keep, take_up
+from anycostfl.simulate import play
+from anycostfl.types import RoundRecord
+
+Records = Sequence[RoundRecord]
+
+
+class CannotCompare(AnycostError):  # noqa: N818 - reads as what happened
+    """Runs that do not belong together, or a folder that another process works on."""
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """One run of a comparison: its directory's name and what it does."""
+
+    name: str
+    config: Config
+
+    @property
+    def method(self) -> str:
+        """The method it runs."""
+        return self.config.run.method
+
+
+def make_case(config: Config, method: str, rate: float, seed: int) -> Case:
+    """The experiment with another method, learning rate and seed."""
+    name = f"{method.replace('/', '-')}-lr{rate:g}-seed{seed}"
+    changed = replace(
+        config,
+        run=replace(config.run, method=method, seed=seed),
+        training=replace(config.training, learning_rate=rate),
+    )
+    return Case(name, settle(changed))
+
+
+# --- playing --------------------------------------------------------------------------------------
+
+Enough = Callable[[Records], bool]
+
+
+@dataclass(frozen=True, slots=True)
+class Series:
+    """A folder of runs, how to play them, and who is told about each round."""
+
+    folder: Path
+    workers: int
+    watch: Callable[[Case, Records], None]
+    play: bool = True  # otherwise only what is there is read
+
+    def advance(self, case: Case, enough: Enough) -> Records:
+        """Play a case until it is enough or its rounds are over; go on with what is there."""
+        home = self.folder / case.name
+        done = read_records(home) if (home / CONFIG).exists() else []
+        if not self.play or enough(done) or len(done) >= case.config.run.rounds:
+            return done
+        records, start, writer = _open(case, home)
+        turns = keep(play(case.config, workers=self.workers, start=start), case.config, writer)
+        try:
+            for turn in turns:
+                records.append(turn.record)
+                self.watch(case, records)
+                if enough(records):
+                    break
+        finally:
+            turns.close()
+        return records
+
+    def best_rate(self, config: Config, method: str, rates: Sequence[float], trial: int) -> float:
+        """The learning rate at which a method is most accurate after a trial with seed 0."""
+        if len(rates) == 1:
+            return rates[0]
+        cases = {rate: make_case(config, method, rate, 0) for rate in rates}
+        scores = {r: score(self.advance(c, lasted(trial)), trial) for r, c in cases.items()}
+        return max(rates, key=scores.__getitem__)
+
+
+def _open(case: Case, home: Path) -> tuple[list[RoundRecord], Snapshot | None, RunWriter]:
+    text = to_toml(case.config)
+    if not (home / CONFIG).exists():
+        return [], None, RunWriter.create(home, text)
+    before = take_up(home)
+    _check_same(case, before.config)
+    before.writer.reconfigure(text)
+    return before.records, before.start, before.writer
+
+
+def _check_same(case: Case, before: Config) -> None:
+    """A run goes on only as the experiment it began as, though perhaps for longer."""
+    longer = replace(before, run=replace(before.run, rounds=case.config.run.rounds))
+    if to_toml(longer) != to_toml(case.config):
+        raise CannotCompare(
+            f"{case.name} was begun with other settings; choose another --out, or remove it"
+        )
+
+
+def reached(target: float) -> Enough:
+    """Whether the target accuracy has been seen."""
+    return lambda records: any((r.accuracy or 0.0) >= target for r in records)
+
+
+def lasted(rounds: int) -> Enough:
+    """Whether so many rounds are over."""
+    return lambda records: len(records) >= rounds
+
+
+def score(records: Records, rounds: int) -> float:
+    """How good a learning rate is: mean accuracy over the last quarter of so many rounds."""
+    late = [
+        r.accuracy
+        for r in records[:rounds]
+        if r.accuracy is not None and r.round >= 0.75 * rounds - 1
+    ]
+    return statistics.fmean(late) if late else 0.0
+
+
+@contextmanager
+def only_one(folder: Path) -> Iterator[None]:
+    """Keep a second process away from a folder of runs."""
+    folder.mkdir(parents=True, exist_ok=True)
+    with (folder / "lock").open("a+") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            lock.seek(0)
+            raise CannotCompare(
+                f"process {lock.read() or '?'} is working on {folder}; wait for it or stop it"
+            ) from error
+        lock.truncate(0)
+        lock.write(str(os.getpid()))
+        lock.flush()
+        yield
+
+
+# --- costs ----------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Cost:
+    """What it took to get somewhere; FLOPs are two per multiply-add."""
+
+    rounds: float
+    energy_kj: float
+    latency_min: float
+    tflops: float
+    gigabytes: float
+
+
+def cost_of(records: Records, config: Config) -> Cost:
+    """What these rounds cost."""
+    per_sample = config.workload.epochs * config.workload.flops_per_sample
+    work = sum(d.flops_ratio * d.samples for r in records for d in r.devices if d.bytes_up)
+    return Cost(
+        rounds=len(records),
+        energy_kj=sum(r.energy_j for r in records) / 1e3,
+        latency_min=sum(r.latency_s for r in records) / 60,
+        tflops=work * per_sample / 1e12,
+        gigabytes=sum(r.bytes_up for r in records) / 1e9,
+    )
+
+
+def cost_to(records: Records, config: Config, target: float) -> Cost | None:
+    """What it cost until the target accuracy was first seen; None if it was not."""
+    hit = next((i for i, r in enumerate(records) if (r.accuracy or 0.0) >= target), None)
+    return None if hit is None else cost_of(records[: hit + 1], config)
+
+
+def recost(records: Records, config: Config) -> Records | None:
+    """The same training paid for by another fleet; None if it would have been planned otherwise.
+
+    Methods that fix α and β train alike whatever the fleet, so heterogeneity changes only what they
+    pay. Bytes stay as they were encoded.
+    """
+    again = [_recost_round(record, config) for record in records]
+    paid = [record for record in again if record is not None]
+    return paid if len(paid) == len(again) else None
+
+
+def _recost_round(record: RoundRecord, config: Config) -> RoundRecord | None:
+    samples = np.ones(config.fleet.devices)
+    samples[[d.device for d in record.devices]] = [d.samples for d in record.devices]
+    cohort = draw_cohort(
+        config.fleet, seed=config.run.seed, round_index=record.round, samples=samples
+    )
+    method, limits = methods.load(config.run.method), config.limits_of(config.run.method)
+    planned = method.plan(cohort.devices, config.workload, limits)
+    paid = []
+    for i, was in enumerate(record.devices):
+        chosen = planned[i]
+        if not np.allclose((was.alpha, was.beta), (chosen.alpha, chosen.beta)):
+            return None
+        moved = replace(
+            was,
+            rate_bps=float(cohort.devices.rate_bps[i]),
+            distance_m=float(cohort.distance_m[i]),
+            frequency_hz=chosen.frequency_hz,
+        )
+        paid.append(charge(moved, cohort.devices, i, config.workload))
+    return RoundRecord(record.round, record.accuracy, tuple(paid))
+
+
+# --- tables ---------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One line of a table: the mean over seeds."""
+
+    label: str
+    rate: float
+    seeds: int
+    rounds: int  # played, of the longest run
+    cost: Cost | None  # to the target; None unless every seed reached it
+    best: float
+    spread: float  # standard deviation of the best accuracies
+
+
+def make_row(label: str, runs: Sequence[tuple[Config, Records]], target: float) -> Row:
+    """Summarise the runs of one method, one per seed."""
+    costs = [cost_to(records, config, target) for config, records in runs]
+    best = [max((r.accuracy or 0.0 for r in records), default=0.0) for _, records in runs]
+    known = [c for c in costs if c is not None]
+    return Row(
+        label=label,
+        rate=runs[0][0].training.learning_rate,
+        seeds=len(runs),
+        rounds=max(len(records) for _, records in runs),
+        cost=_mean(known) if len(known) == len(costs) else None,
+        best=statistics.fmean(best),
+        spread=statistics.stdev(best) if len(best) > 1 else 0.0,
+    )
+
+
+def _mean(costs: Sequence[Cost]) -> Cost:
+    columns = zip(*(astuple(c) for c in costs), strict=True)
+    return Cost(*(statistics.fmean(column) for column in columns))
+
+
+def papers_rows(preset: str) -> Mapping[str, Sequence[float]]:
+    """The paper's own figures for a preset, by method; none if it has no such experiment."""
+    text = resources.files("anycostfl").joinpath("papers_table.toml").read_text()
+    rows: Mapping[str, Sequence[float]] = tomllib.loads(text).get(preset, {})
+    return rows
+
+
+HEADER = ("method", "rate", "seeds", "rounds", "energy kJ", "latency min", "TFLOP", "GB", "best %")
+
+
+def as_cells(rows: Sequence[Row], preset: str) -> list[list[str]]:
+    """Rows as text, with the ratio to AnycostFL in brackets and the paper's line below each."""
+    paper = papers_rows(preset)
+    base = next((row.cost for row in rows if row.label == "anycostfl"), None)
+    cells = []
+    for row in rows:
+        spread = f" ± {100 * row.spread:.2f}" if row.seeds > 1 else ""
+        cells.append(
+            [
+                row.label,
+                f"{row.rate:g}",
+                str(row.seeds),
+                *_cost_cells(row, base),
+                f"{100 * row.best:.2f}{spread}",
+            ]
+        )
+        if row.label in paper:
+            cells.append(_paper_cells(paper[row.label], paper["anycostfl"]))
+    return cells
+
+
+def _cost_cells(row: Row, base: Cost | None) -> list[str]:
+    if row.cost is None:
+        return [f"not in {row.rounds}", "–", "–", "–", "–"]
+    texts = []
+    for name, digits in (
+        ("rounds", 0),
+        ("energy_kj", 2),
+        ("latency_min", 2),
+        ("tflops", 1),
+        ("gigabytes", 3),
+    ):
+        value = getattr(row.cost, name)
+        ratio = f" ({value / getattr(base, name):.2f}×)" if base else ""
+        texts.append(f"{value:.{digits}f}{ratio}")
+    return texts
+
+
+def _paper_cells(values: Sequence[float], base: Sequence[float]) -> list[str]:
+    rounds, energy, latency, flops, gigabytes, best, std = values
+    return [
+        "  paper",
+        "",
+        "3",
+        f"{rounds:.0f} ({rounds / base[0]:.2f}×)",
+        f"{energy:.2f} ({energy / base[1]:.2f}×)",
+        f"{latency:.2f} ({latency / base[2]:.2f}×)",
+        f"{flops:.1f} ({flops / base[3]:.2f}×)",
+        f"{gigabytes:.3f} ({gigabytes / base[4]:.2f}×)",
+        f"{best:.2f} ± {std:.2f}",
+    ]
+
+
+def to_markdown(header: Sequence[str], cells: Sequence[Sequence[str]]) -> str:
+    """A Markdown table."""
+    lines = [header, ["---"] * len(header), *cells]
+    return "\n".join("| " + " | ".join(line) + " |" for line in lines) + "\n"
+
+
+def to_csv(rows: Sequence[Row]) -> str:
+    """One line per method, figures unrounded; empty where the target was not reached."""
+    out = io.StringIO()
+    names = [item.name for item in fields(Cost)]
+    writer = csv.writer(out)
+    writer.writerow(["method", "rate", "seeds", "played", *names, "best", "std"])
+    for row in rows:
+        values = [getattr(row.cost, n) if row.cost else "" for n in names]
+        writer.writerow([row.label, row.rate, row.seeds, row.rounds, *values, row.best, row.spread])
+    return out.getvalue()

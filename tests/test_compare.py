@@ -1,0 +1,192 @@
+"""Comparisons: what is done is not repeated, costs by hand, replays on another fleet."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from anycostfl.cli import build_app
+from anycostfl.compare import (
+    CannotCompare,
+    Case,
+    Cost,
+    Records,
+    Series,
+    as_cells,
+    cost_of,
+    cost_to,
+    lasted,
+    make_case,
+    make_row,
+    only_one,
+    papers_rows,
+    reached,
+    recost,
+    score,
+    to_csv,
+    to_markdown,
+)
+from anycostfl.config import preset_names
+from anycostfl.types import DeviceRecord, RoundRecord
+from small_runs import small_config, small_overrides
+
+
+def rounds_of(*accuracies: float | None) -> list[RoundRecord]:
+    """Two devices a round: 3 s and 5 s, 1 J and 2 J, 10 and 20 bytes, half and all the FLOPs."""
+    one = DeviceRecord(0, "ok", 100, 1.0, 1.0, 9.0, flops_ratio=0.5, bytes_up=10, compute_s=3.0)
+    two = replace(one, device=1, flops_ratio=1.0, bytes_up=20, compute_s=5.0, upload_j=2.0)
+    devices = (replace(one, compute_j=1.0), two)
+    return [RoundRecord(i, accuracy, devices) for i, accuracy in enumerate(accuracies)]
+
+
+def test_costs_by_hand(tmp_path: Path) -> None:
+    config = small_config(tmp_path)
+    config = replace(config, workload=replace(config.workload, flops_per_sample=1e9))
+    records = rounds_of(0.1, None, 0.7, 0.6)
+    assert cost_of(records, config) == pytest.approx(Cost(4, 12e-3, 20 / 60, 0.6, 120e-9))
+    assert cost_to(records, config, 0.7) == cost_of(records[:3], config)
+    assert cost_to(records, config, 0.71) is None
+    assert reached(0.7)(records)
+    assert not reached(0.71)(records)
+    assert score(rounds_of(0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8), 8) == pytest.approx(0.7)
+
+
+def test_a_row_is_the_mean_over_seeds(tmp_path: Path) -> None:
+    config = small_config(tmp_path)
+    runs = [(config, rounds_of(0.5, 0.9)), (config, rounds_of(0.5, 0.6, 0.5, 0.8))]
+    row = make_row("anycostfl", runs, 0.8)
+    assert row.cost is not None
+    assert (row.cost.rounds, row.seeds, row.best) == (3, 2, pytest.approx(0.85))
+    assert row.spread == pytest.approx(0.0707, abs=1e-3)
+    assert make_row("stc", runs, 0.85).cost is None
+    cells = as_cells([row, make_row("stc", runs, 0.85)], "fmnist-iid")
+    assert [line[0] for line in cells] == ["anycostfl", "  paper", "stc", "  paper"]
+    assert cells[0][3] == "3 (1.00×)"
+    assert cells[2][3] == "not in 4"
+    assert cells[3][3] == "305 (1.70×)"
+    assert to_markdown(("a", "b"), [["1", "2"]]) == "| a | b |\n| --- | --- |\n| 1 | 2 |\n"
+    assert to_csv([row]).splitlines()[1].startswith("anycostfl,0.05,2,4,3.0,")
+
+
+def test_the_papers_table_is_whole() -> None:
+    for preset in preset_names():
+        rows = papers_rows(preset)
+        assert len(rows) == (0 if preset == "demo" else 6)
+        assert all(len(values) == 7 for values in rows.values())
+
+
+def nobody(_case: Case, _records: Records) -> None:
+    """Watches nothing."""
+
+
+def test_what_is_done_is_not_repeated(tmp_path: Path) -> None:
+    config = small_config(tmp_path, "run.rounds=4")
+    seen: list[int] = []
+    series = Series(tmp_path / "all", 1, lambda _case, records: seen.append(len(records)))
+    case = make_case(config, "stc", 0.05, 1)
+    first = series.advance(case, lasted(2))
+    assert seen == [1, 2]
+    assert series.advance(case, lasted(2)) == first  # played no round
+    assert seen == [1, 2]
+    whole = series.advance(case, lasted(4))  # goes on, residuals and all
+    assert seen == [1, 2, 3, 4]
+    other = Series(tmp_path / "at once", 1, nobody).advance(case, lasted(4))
+    assert whole == other
+    again = Series(series.folder, 1, nobody, play=False)
+    assert again.advance(case, lasted(99)) == whole
+    assert again.advance(make_case(config, "qsgd", 0.05, 1), lasted(1)) == []
+
+
+def test_a_run_goes_on_only_as_it_began(tmp_path: Path) -> None:
+    config = small_config(tmp_path)
+    series = Series(tmp_path / "all", 1, nobody)
+    series.advance(make_case(config, "anycostfl", 0.05, 0), lasted(1))
+    changed = replace(config, training=replace(config.training, batch=7))
+    with pytest.raises(CannotCompare, match="other settings"):
+        series.advance(make_case(changed, "anycostfl", 0.05, 0), lasted(2))
+    longer = replace(config, run=replace(config.run, rounds=9))
+    assert len(series.advance(make_case(longer, "anycostfl", 0.05, 0), lasted(2))) == 2
+
+
+def test_the_best_rate_wins(tmp_path: Path) -> None:
+    series = Series(tmp_path / "all", 1, nobody)
+    config = small_config(tmp_path)
+    assert series.best_rate(config, "fedavg", [1e-9, 0.05], 4) == 0.05
+
+
+def test_only_one_process_works_on_a_folder(tmp_path: Path) -> None:
+    with (
+        only_one(tmp_path),
+        pytest.raises(CannotCompare, match=str(os.getpid())),
+        only_one(tmp_path),
+    ):
+        pass
+
+
+def test_another_fleet_pays_for_the_same_training(tmp_path: Path) -> None:
+    config = make_case(small_config(tmp_path), "stc", 0.05, 0).config
+    series = Series(tmp_path / "all", 1, nobody)
+    records = series.advance(Case("stc", config), lasted(2))
+    same = recost(records, config)
+    assert same is not None
+    for was, now in zip(records, same, strict=True):
+        assert now.energy_j == pytest.approx(was.energy_j)
+        assert now.latency_s == pytest.approx(was.latency_s)
+    fleet = replace(config.fleet, energy_coefficient_std=1e-27)
+    trained = series.advance(Case("stc again", replace(config, fleet=fleet)), lasted(2))
+    paid = recost(records, replace(config, fleet=fleet))
+    assert paid is not None
+    for was, now in zip(trained, paid, strict=True):
+        assert now.accuracy == was.accuracy
+        assert now.energy_j == pytest.approx(was.energy_j)
+    planned = series.advance(make_case(config, "anycostfl", 0.05, 0), lasted(2))
+    moved = replace(config, fleet=fleet, run=replace(config.run, method="anycostfl"))
+    assert recost(planned, moved) is None  # it would have planned otherwise
+
+
+def test_compare_from_the_command_line(tmp_path: Path) -> None:
+    folder = tmp_path / "all"
+    words = [
+        "compare",
+        "demo",
+        "--methods",
+        "anycostfl,stc",
+        "--rates",
+        "0.01,0.05",
+        "--trial",
+        "2",
+    ]
+    words += ["--rounds", "3", "--workers", "1", "--out", str(folder), "--json"]
+    for item in small_overrides(tmp_path):
+        words += ["--set", item] if not item.startswith("run.rounds") else []
+    result = CliRunner().invoke(build_app(), words)
+    assert result.exit_code == 0, result.output
+    rows = json.loads(result.stdout)["rows"]
+    assert [row["label"] for row in rows] == ["anycostfl", "stc"]
+    assert (folder / "results.md").read_text().startswith("| method |")
+    assert (folder / "curves.png").stat().st_size > 10_000
+    assert len(list(folder.glob("*-seed0"))) == 4
+    for bad, message in ((["--methods", "sct"], "stc"), (["--rates", "x"], "numbers")):
+        result = CliRunner().invoke(build_app(), ["compare", "demo", *bad])
+        assert message in str(result.exception)
+
+
+def test_compare_goes_on_alone(tmp_path: Path) -> None:
+    words = [sys.executable, "-m", "anycostfl", "compare", "demo", "--methods", "fedavg"]
+    words += ["--rounds", "1", "--workers", "1", "--out", str(tmp_path / "all"), "--background"]
+    for item in small_overrides(tmp_path):
+        words += ["--set", item] if not item.startswith("run.rounds") else []
+    done = subprocess.run(words, check=True, capture_output=True, text=True, timeout=60)
+    assert "goes on alone" in done.stdout
+    until = time.monotonic() + 60
+    while not (tmp_path / "all" / "results.csv").exists():
+        assert time.monotonic() < until, (tmp_path / "all" / "log.txt").read_text()
+        time.sleep(0.3)
