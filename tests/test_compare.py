@@ -64,7 +64,8 @@ def test_a_row_is_the_mean_over_seeds(tmp_path: Path) -> None:
     runs = [(config, rounds_of(0.5, 0.9)), (config, rounds_of(0.5, 0.6, 0.5, 0.8))]
     row = make_row("anycostfl", runs, 0.8)
     assert row.cost is not None
-    assert (row.cost.rounds, row.seeds, row.best) == (3, 2, pytest.approx(0.85))
+    assert (row.cost.rounds, row.seeds) == (3, 2)
+    assert row.best == pytest.approx(0.85)
     assert row.spread == pytest.approx(0.0707, abs=1e-3)
     assert make_row("stc", runs, 0.85).cost is None
     cells = as_cells([row, make_row("stc", runs, 0.85)], "fmnist-iid")
