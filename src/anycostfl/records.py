@@ -5,6 +5,8 @@
     rounds.jsonl         one round per line, the same bytes whenever the run is repeated
     timing.jsonl         wall seconds per round, which are not
     checkpoint-N.safetensors   the global state and all memories after N rounds
+    widths.json          accuracy and cost of sub-models, if they were measured
+    report.html          a page that shows all this, written by `anycostfl.report`
 
 A checkpoint is written beside its place and renamed into it, after the journal has reached the
 disk. So at any moment, even during a power cut, the newest checkpoint is whole and the journal
@@ -39,6 +41,7 @@ from anycostfl.types import DeviceRecord, RoundRecord
 
 CONFIG, ENVIRONMENT = "config.toml", "environment.json"
 JOURNAL, TIMING = "rounds.jsonl", "timing.jsonl"
+WIDTHS, PAGE = "widths.json", "report.html"
 KEPT_CHECKPOINTS = 2
 
 Memories = Mapping[int, Mapping[str, Tensor]]
@@ -83,9 +86,9 @@ class RunWriter:
             )
         with _said(folder):
             folder.mkdir(parents=True, exist_ok=True)
-            _write_whole(folder / ENVIRONMENT, json.dumps(environment(), indent=2).encode())
-            _write_whole(folder / JOURNAL, b"")
-            _write_whole(folder / CONFIG, config.encode())
+            write_whole(folder / ENVIRONMENT, json.dumps(environment(), indent=2).encode())
+            write_whole(folder / JOURNAL, b"")
+            write_whole(folder / CONFIG, config.encode())
         return cls(folder)
 
     def reconfigure(self, config: str) -> None:
@@ -137,7 +140,7 @@ def open_run(folder: Path) -> tuple[SavedRun, RunWriter]:
     kept = saved.records[:rounds]
     lines = "".join(json.dumps(dataclasses.asdict(record)) + "\n" for record in kept)
     with _said(folder):
-        _write_whole(folder / JOURNAL, lines.encode())
+        write_whole(folder / JOURNAL, lines.encode())
         for left in folder.glob("*.part"):
             left.unlink()
     return dataclasses.replace(saved, records=kept), RunWriter(folder)
@@ -150,10 +153,8 @@ def read_records(folder: Path) -> list[RoundRecord]:
 
 def read_run(folder: Path) -> SavedRun:
     """Everything a run directory holds; damage is passed over and remarked upon."""
-    if not (folder / CONFIG).is_file():
-        raise StorageError(f"{folder} holds no run: it has no {CONFIG}")
-    remarks: list[str] = []
-    records = tuple(_read_journal(folder / JOURNAL, remarks))
+    records, damage = read_journal(folder)
+    remarks = list(damage)
     checkpoint = None
     for path in checkpoints(folder):
         try:
@@ -168,24 +169,68 @@ def read_run(folder: Path) -> SavedRun:
     return SavedRun((folder / CONFIG).read_text(), records, checkpoint, tuple(remarks))
 
 
-def _read_journal(path: Path, remarks: list[str]) -> Iterator[RoundRecord]:
+def read_journal(
+    folder: Path, *, growing: bool = False
+) -> tuple[tuple[RoundRecord, ...], tuple[str, ...]]:
+    """The rounds of a run up to the first damage, and a remark on it.
+
+    Of a journal that is still growing, a last line without its end is no damage: it is on its way.
+    """
+    if not (folder / CONFIG).is_file():
+        raise StorageError(f"{folder} holds no run: it has no {CONFIG}")
+    path = folder / JOURNAL
+    content = path.read_bytes() if path.exists() else b""
+    if growing:
+        content = content[: content.rfind(b"\n") + 1]
+    remarks: list[str] = []
+    return tuple(_parse_journal(content.splitlines(), remarks)), tuple(remarks)
+
+
+def _parse_journal(lines: Sequence[bytes], remarks: list[str]) -> Iterator[RoundRecord]:
     """Rounds 0, 1, 2 … up to the end or the first line that is not whole."""
-    lines = path.read_bytes().splitlines() if path.exists() else []
     for number, line in enumerate(lines):
         try:
             record = _as_record(json.loads(line))
-        except (ValueError, TypeError, KeyError) as error:
-            remarks.append(f"{path.name} is damaged from line {number + 1} on ({error})")
+        except (ValueError, TypeError, KeyError, RecursionError) as error:
+            remarks.append(f"{JOURNAL} is damaged from line {number + 1} on ({error})")
             return
         if record.round != number:
-            remarks.append(f"{path.name} has round {record.round} on line {number + 1}")
+            remarks.append(f"{JOURNAL} has round {record.round} on line {number + 1}")
             return
         yield record
 
 
 def _as_record(table: Mapping[str, Any]) -> RoundRecord:
     devices = tuple(DeviceRecord(**{**d, "binds": tuple(d["binds"])}) for d in table["devices"])
-    return RoundRecord(int(table["round"]), table["accuracy"], devices)
+    record = RoundRecord(table["round"], table["accuracy"], devices)
+    _check_kinds(record)
+    for device in devices:
+        _check_kinds(device)
+    return record
+
+
+_KINDS: Mapping[str, type | tuple[type, ...]] = {
+    "int": int,
+    "float": (int, float),
+    "float | None": (int, float, type(None)),
+    "str": str,
+    "tuple[str, ...]": tuple,
+    "tuple[DeviceRecord, ...]": tuple,
+}
+_FIELDS = {
+    kind: [(item.name, _KINDS[str(item.type)]) for item in dataclasses.fields(kind)]
+    for kind in (RoundRecord, DeviceRecord)
+}
+
+
+def _check_kinds(record: RoundRecord | DeviceRecord) -> None:
+    """Refuse a value that is not of its field's type, or a number no record can hold."""
+    for name, kind in _FIELDS[type(record)]:
+        value = getattr(record, name)
+        if not isinstance(value, kind) or (isinstance(value, int) and abs(value) > 1 << 62):
+            raise ValueError(f"{name} is {str(value)[:40]!r}")
+    if isinstance(record, DeviceRecord) and not all(isinstance(word, str) for word in record.binds):
+        raise ValueError("binds are not words")
 
 
 def _read_checkpoint(path: Path) -> Checkpoint:
@@ -247,7 +292,8 @@ def _append(path: Path, line: str) -> None:
         file.write(line + "\n")
 
 
-def _write_whole(path: Path, content: bytes) -> None:
+def write_whole(path: Path, content: bytes) -> None:
+    """Write a file beside its place, then move it there: it is there whole or not at all."""
     part = path.with_name(path.name + ".part")
     try:
         part.write_bytes(content)

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
+from rich.markup import escape
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
 from anycostfl import methods
@@ -19,8 +20,8 @@ from anycostfl.config import Config, load_preset, to_toml
 from anycostfl.errors import ConfigError, MissingExtra
 from anycostfl.experiment import settle
 from anycostfl.fleet import draw_cohort
-from anycostfl.records import RunWriter, totals
-from anycostfl.report import draw_curves
+from anycostfl.records import PAGE, RunWriter, totals
+from anycostfl.report import draw_curves, summarise, write_page
 from anycostfl.runs import Snapshot, Turn, keep, take_up
 from anycostfl.simulate import play
 from anycostfl.types import RoundRecord
@@ -42,7 +43,7 @@ def run(
             raise ConfigError(["--resume takes the run as it is: no --set, --out or --dry-run"])
         before = take_up(resume)
         for remark in before.remarks:
-            err.print(f"[yellow]note:[/] {remark}")
+            err.print(f"[yellow]note:[/] {escape(remark)}")
         config, writer = before.config, before.writer
         records, start = before.records, before.start
     else:
@@ -87,7 +88,9 @@ def _train(
     turns = keep(play(config, workers=workers, start=start), config, writer)
     try:
         for turn in _watched(turns, config, records, quiet=quiet):
-            records.append(turn.record)  # noqa: PERF401 - what was seen stays when Ctrl-C comes
+            records.append(turn.record)
+            if turn.after.round % config.run.checkpoint_every == 0:
+                write_page([writer.folder])
     except KeyboardInterrupt:
         with suppress(KeyboardInterrupt):
             turns.close()
@@ -151,7 +154,8 @@ def _line(done: Sequence[RoundRecord], seconds: float, *, short: bool = False) -
 def _conclude(
     config: Config, folder: Path, records: Sequence[RoundRecord], *, stopped: bool, json: bool
 ) -> None:
-    summary = summarise(config, records)
+    summary = summarise(config.run.method, config.run.target_accuracy, records)
+    write_page([folder])
     figure = folder / "curves.png"
     with suppress(MissingExtra):
         draw_curves({config.run.method: records}, figure)
@@ -160,35 +164,9 @@ def _conclude(
         return
     rows = [(key.replace("_", " "), _shown(value)) for key, value in summary.items()]
     out.print(table(f"{config.summary or folder.name}: {len(records)} rounds", ("", ">"), rows))
-    out.print(f"Everything is in {folder}" + (f", a figure in {figure}" if figure.exists() else ""))
+    out.print(f"Everything is in {folder}; to look at it, open {folder / PAGE}")
     if stopped:
         out.print(f"Stopped. Go on with: anycostfl run --resume {folder}")
-
-
-def summarise(config: Config, records: Sequence[RoundRecord]) -> dict[str, object]:
-    """What a run reached and what it cost."""
-    accuracies = [r.accuracy for r in records if r.accuracy is not None]
-    spent = totals(records)
-    target = config.run.target_accuracy
-    hit = next((i for i, r in enumerate(records) if (r.accuracy or 0) >= target), None)
-    reached = totals(records[: hit + 1]) if hit is not None else None
-    return {
-        "method": config.run.method,
-        "rounds": len(records),
-        "final_accuracy": accuracies[-1] if accuracies else None,
-        "best_accuracy": max(accuracies, default=None),
-        "simulated_minutes": spent["latency_s"] / 60,
-        "energy_kj": spent["energy_j"] / 1e3,
-        "uploaded_mb": spent["bytes_up"] / 1e6,
-        "downloaded_mb": spent["bytes_down"] / 1e6,
-        "mean_alpha": spent["mean_alpha"],
-        "mean_beta": spent["mean_beta"],
-        "devices_sat_out": int(spent["sat_out"]),
-        "updates_refused": int(spent["refused"]),
-        f"rounds_to_{100 * target:g}_%": None if hit is None else hit + 1,
-        f"minutes_to_{100 * target:g}_%": reached and reached["latency_s"] / 60,
-        f"kj_to_{100 * target:g}_%": reached and reached["energy_j"] / 1e3,
-    }
 
 
 def _shown(value: object) -> str:

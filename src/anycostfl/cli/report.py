@@ -1,0 +1,56 @@
+"""`anycostfl report`: one page about a run, or about several side by side."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.markup import escape
+
+from anycostfl.cli._console import emit_json, err, out, table
+from anycostfl.records import PAGE
+from anycostfl.report import write_page
+
+SHOWN = (
+    ("method", "method", 1.0),
+    ("rounds", "rounds", 1.0),
+    ("final_accuracy", "accuracy, %", 100.0),
+    ("simulated_minutes", "simulated minutes", 1.0),
+    ("energy_kj", "energy, kJ", 1.0),
+    ("uploaded_mb", "uploaded, MB", 1.0),
+    ("mean_alpha", "mean α", 1.0),
+    ("devices_sat_out", "sat out", 1.0),
+    ("updates_refused", "refused", 1.0),
+)
+
+
+def report(
+    runs: Annotated[list[Path], typer.Argument(help="Run directories")],
+    out_file: Annotated[
+        Path | None, typer.Option("--out", help="The page; else RUN/report.html or comparison.html")
+    ] = None,
+    json: Annotated[bool, typer.Option("--json", help="One JSON document instead")] = False,
+) -> None:
+    """Write a page about one run, or one that compares several; it opens without a network."""
+    path = out_file or (runs[0] / PAGE if len(runs) == 1 else Path("comparison.html"))
+    found = write_page(runs, path)
+    if json:
+        told = [{"name": r["name"], **r["summary"], "remarks": r["remarks"]} for r in found]
+        emit_json({"page": str(path), "runs": told})
+        return
+    for run in found:
+        for remark in run["remarks"]:
+            err.print("[yellow]note:[/] " + escape(f"{run['name']}: {remark}"))
+    rows = [
+        [title, *(_cell(run["summary"][key], factor) for run in found)]
+        for key, title, factor in SHOWN
+    ]
+    out.print(table("", ("", *(f">{run['name']}" for run in found)), rows))
+    out.print(f"Open {path}")
+
+
+def _cell(value: object, factor: float) -> str:
+    if isinstance(value, float):
+        return f"{factor * value:.4g}"
+    return "–" if value is None else str(value)
