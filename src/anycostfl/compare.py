@@ -26,7 +26,7 @@ from anycostfl.config import Config, to_toml
 from anycostfl.errors import AnycostError
 from anycostfl.experiment import settle
 from anycostfl.fleet import draw_cohort
-from anycostfl.records import CONFIG, RunWriter, read_records
+from anycostfl.records import CONFIG, RunWriter, read_journal
 from anycostfl.rounds import charge
 from anycostfl.runs import Snapshot, keep, take_up
 from anycostfl.simulate import play
@@ -80,7 +80,7 @@ class Series:
     def advance(self, case: Case, enough: Enough) -> Records:
         """Play a case until it is enough or its rounds are over; go on with what is there."""
         home = self.folder / case.name
-        done = read_records(home) if (home / CONFIG).exists() else []
+        done: Records = read_journal(home)[0] if (home / CONFIG).exists() else ()
         if not self.play or enough(done) or len(done) >= case.config.run.rounds:
             return done
         records, start, writer = _open(case, home)

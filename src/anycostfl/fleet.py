@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import enum
 import math
-from collections.abc import Mapping
+from collections.abc import Container, Mapping
 from dataclasses import dataclass
 
 import numpy as np
@@ -59,14 +59,35 @@ def draw_cohort(
     profiles: Mapping[str, Profile] | None = None,
 ) -> Cohort:
     """The cohort of a round; `samples` are the real counts of the whole fleet, once known."""
-    chosen = generator(seed, round_index, Purpose.COHORT).permutation(spec.devices)[: spec.cohort]
-    index = np.sort(chosen).astype(np.intp)
+    fleet = draw_fleet(spec, seed=seed, round_index=round_index, samples=samples, profiles=profiles)
+    index = choose(spec, range(spec.devices), seed=seed, round_index=round_index)
+    return Cohort(index, fleet.distance_m[index], fleet.devices.take(index))
+
+
+def choose(
+    spec: FleetSpec, ready: Container[int], *, seed: int, round_index: int
+) -> npt.NDArray[np.intp]:
+    """Who is in the cohort of a round, drawn among those who are ready."""
+    order = generator(seed, round_index, Purpose.COHORT).permutation(spec.devices).tolist()
+    chosen = [device for device in order if device in ready][: spec.cohort]
+    return np.sort(np.array(chosen, np.intp))
+
+
+def draw_fleet(
+    spec: FleetSpec,
+    *,
+    seed: int,
+    round_index: int,
+    samples: npt.ArrayLike | None = None,
+    profiles: Mapping[str, Profile] | None = None,
+) -> Cohort:
+    """Every device of the fleet as it is in a round, with the channel it has in the cohort."""
     distance = draw_distance_m(spec, seed=seed, round_index=round_index)
     hardware = draw_hardware(spec, seed=seed, profiles=profiles or {})
-    fleet = make_devices(
+    devices = make_devices(
         **hardware,
         samples=draw_samples(spec, seed=seed) if samples is None else samples,
-        rate_bps=channel_rate_bps(spec, distance, hardware["power_w"], sharers=len(index)),
+        rate_bps=channel_rate_bps(spec, distance, hardware["power_w"], sharers=spec.cohort),
         latency_s=spec.latency_s,
         energy_j=_uniform(
             generator(seed, round_index, Purpose.BUDGET),
@@ -74,7 +95,7 @@ def draw_cohort(
             spec.devices,
         ),
     )
-    return Cohort(index, distance[index], fleet.take(index))
+    return Cohort(np.arange(spec.devices), distance, devices)
 
 
 def draw_distance_m(spec: FleetSpec, *, seed: int, round_index: int) -> FloatArray:

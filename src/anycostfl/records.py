@@ -94,7 +94,7 @@ class RunWriter:
     def reconfigure(self, config: str) -> None:
         """Replace the configuration: the same run, to go on for longer."""
         with _said(self.folder):
-            _write_whole(self.folder / CONFIG, config.encode())
+            write_whole(self.folder / CONFIG, config.encode())
 
     def append(self, record: RoundRecord) -> None:
         """Add a round to the journal."""
@@ -144,11 +144,6 @@ def open_run(folder: Path) -> tuple[SavedRun, RunWriter]:
         for left in folder.glob("*.part"):
             left.unlink()
     return dataclasses.replace(saved, records=kept), RunWriter(folder)
-
-
-def read_records(folder: Path) -> list[RoundRecord]:
-    """The rounds of a run, up to any damage."""
-    return list(_read_journal(folder / JOURNAL, []))
 
 
 def read_run(folder: Path) -> SavedRun:

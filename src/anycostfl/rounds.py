@@ -18,7 +18,7 @@ from anycostfl.config import Config
 from anycostfl.errors import PayloadError
 from anycostfl.fleet import Cohort
 from anycostfl.methods import Method, State, Upload
-from anycostfl.shrink import ElasticModel, WidthPlan
+from anycostfl.shrink import ElasticModel, WidthPlan, recalibrate
 from anycostfl.types import (
     Binds,
     DeviceRecord,
@@ -28,7 +28,7 @@ from anycostfl.types import (
     Update,
     Workload,
 )
-from anycostfl.workers import DeviceSide, Job, Purpose, Reply, draw_seed
+from anycostfl.workers import DeviceSide, Executor, Job, Purpose, Reply, draw_seed
 
 # --- what the server tells each device ------------------------------------------------------------
 
@@ -102,11 +102,11 @@ def binding(config: Config, number: int, device: int, plan: WidthPlan) -> bytes:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Outcome:
-    """What became of an assignment: its reply, and why it was refused if it was."""
+    """What became of an assignment: its reply, and "ok" or why it does not count."""
 
     assignment: Assignment
     reply: Reply
-    refusal: str
+    status: str
 
 
 def receive(
@@ -117,19 +117,21 @@ def receive(
 ) -> Iterator[Contribution]:
     """Decode and check one reply after the other; refused ones are noted and left out."""
     for assignment, reply in zip(assignments, replies, strict=True):
-        update, refusal = _decode(method, assignment, reply)
-        outcomes.append(Outcome(assignment, reply, refusal))
+        update, status = _decode(method, assignment, reply)
+        outcomes.append(Outcome(assignment, reply, status))
         if update is not None:
             yield Contribution(assignment.plan, update, assignment.weight)
 
 
 def _decode(method: Method, assignment: Assignment, reply: Reply) -> tuple[Update | None, str]:
+    if reply.missing:
+        return None, f"missing: {reply.missing}"
     if reply.error:
-        return None, reply.error
+        return None, f"refused: {reply.error}"
     try:
-        return method.decode(reply.payload, assignment.shapes, assignment.upload.binding), ""
+        return method.decode(reply.payload, assignment.shapes, assignment.upload.binding), "ok"
     except PayloadError as error:
-        return None, str(error)
+        return None, f"refused: {error}"
 
 
 def describe(
@@ -160,7 +162,7 @@ def _describe_device(
     plan, chosen, payload = outcome.assignment.plan, strategies[i], outcome.reply.payload
     done = replace(
         known,
-        status=f"refused: {outcome.refusal}" if outcome.refusal else "ok",
+        status=outcome.status,
         alpha=chosen.alpha,
         beta=chosen.beta,
         frequency_hz=chosen.frequency_hz,
@@ -169,6 +171,8 @@ def _describe_device(
         weight=outcome.assignment.weight,
         bytes_up=len(payload),
         bytes_down=4 * sum(map(math.prod, plan.shapes.values())),
+        wire_bytes_up=outcome.reply.wire_bytes_up,
+        wire_bytes_down=outcome.reply.wire_bytes_down,
         binds=tuple(Binds(int(strategies.binds[i])).words()),
     )
     return charge(done, devices, i, config.workload)
@@ -186,3 +190,21 @@ def charge(record: DeviceRecord, devices: Devices, i: int, workload: Workload) -
         compute_j=float(devices.energy_coefficient[i]) * record.frequency_hz**2 * cycles,
         upload_j=upload_s * float(devices.power_w[i]),
     )
+
+
+# --- how good the model has become ----------------------------------------------------------------
+
+
+def is_due(config: Config, number: int) -> bool:
+    """Whether a round ends with an evaluation; the last one always does."""
+    return (number + 1) % config.run.evaluate_every == 0 or number + 1 == config.run.rounds
+
+
+RECALIBRATION_IMAGES = 1024
+
+
+def evaluate(side: DeviceSide, executor: Executor) -> float:
+    """Accuracy of the global model on all test images, BatchNorm statistics measured first."""
+    images = side.shared.train_images[:RECALIBRATION_IMAGES]
+    recalibrate(side.net.module, [images[i : i + 128] for i in range(0, len(images), 128)])
+    return executor.correct() / len(side.shared.test_labels)

@@ -16,11 +16,10 @@ from anycostfl.coupling import tensors_of
 from anycostfl.experiment import prepare
 from anycostfl.fleet import draw_cohort
 from anycostfl.methods import State
-from anycostfl.rounds import Outcome, assign, describe, receive
+from anycostfl.rounds import Outcome, assign, describe, evaluate, is_due, receive
 from anycostfl.runs import Snapshot, Turn, Turns
-from anycostfl.shrink import recalibrate
 from anycostfl.types import RoundRecord
-from anycostfl.workers import DeviceSide, Executor, one_thread, open_executor
+from anycostfl.workers import one_thread, open_executor
 
 
 def run(config: Config, *, workers: int = 1) -> Iterator[RoundRecord]:
@@ -62,22 +61,7 @@ def play(config: Config, *, workers: int = 1, start: Snapshot | None = None) -> 
             net.load(aggregate(tensors_of(net.module), accepted))
             memories |= {o.reply.device: o.reply.memory for o in outcomes if o.reply.memory}
 
-            accuracy = evaluate(side, executor) if _is_due(config, number) else None
+            accuracy = evaluate(side, executor) if is_due(config, number) else None
             record = RoundRecord(number, accuracy, describe(config, cohort, strategies, outcomes))
             state = {name: t.detach().clone() for name, t in tensors_of(net.module).items()}
             yield Turn(record, Snapshot(number + 1, state, dict(memories)))
-
-
-def _is_due(config: Config, number: int) -> bool:
-    """Whether a round ends with an evaluation; the last one always does."""
-    return (number + 1) % config.run.evaluate_every == 0 or number + 1 == config.run.rounds
-
-
-RECALIBRATION_IMAGES = 1024
-
-
-def evaluate(side: DeviceSide, executor: Executor) -> float:
-    """Accuracy of the global model on all test images, BatchNorm statistics measured first."""
-    images = side.shared.train_images[:RECALIBRATION_IMAGES]
-    recalibrate(side.net.module, [images[i : i + 128] for i in range(0, len(images), 128)])
-    return executor.correct() / len(side.shared.test_labels)

@@ -269,7 +269,7 @@ class DeviceRecord:
     """What one device of a cohort did, and what it paid."""
 
     device: int
-    status: str  # "ok", "sat out: …" or "refused: …"
+    status: str  # "ok", "sat out: …", "refused: …", "missing: …" or "unused: …"
     samples: int
     distance_m: float
     rate_bps: float
@@ -282,6 +282,8 @@ class DeviceRecord:
     weight: float = 0.0
     bytes_up: int = 0
     bytes_down: int = 0
+    wire_bytes_up: int = 0  # of whole messages; 0 where none are sent (the simulator)
+    wire_bytes_down: int = 0
     compute_s: float = 0.0
     upload_s: float = 0.0
     compute_j: float = 0.0
@@ -326,6 +328,11 @@ class RoundRecord:
     def bytes_down(self) -> int:
         """All sub-models."""
         return sum(d.bytes_down for d in self.devices)
+
+    @property
+    def wire_bytes(self) -> int:
+        """All messages, both ways."""
+        return sum(d.wire_bytes_up + d.wire_bytes_down for d in self.devices)
 
     @property
     def gain(self) -> float:
