@@ -48,8 +48,12 @@ def test_a_saved_configuration_repeats_the_run(tmp_path: Path) -> None:
     assert journals[0] == journals[1]
 
 
-@pytest.mark.parametrize("workers", ["1", "2"])
-def test_ctrl_c_saves_and_leaves_nothing_behind(tmp_path: Path, workers: str) -> None:
+@pytest.mark.parametrize(
+    ("workers", "sent"), [("1", signal.SIGINT), ("2", signal.SIGINT), ("2", signal.SIGTERM)]
+)
+def test_ctrl_c_saves_and_leaves_nothing_behind(
+    tmp_path: Path, workers: str, sent: signal.Signals
+) -> None:
     arguments = ["run", *sets(tmp_path, "run.rounds=500", "run.checkpoint_every=400"), "--out", "x"]
     process = subprocess.Popen(
         [PROGRAM, *arguments, "--workers", workers],
@@ -63,7 +67,10 @@ def test_ctrl_c_saves_and_leaves_nothing_behind(tmp_path: Path, workers: str) ->
     while not journal.exists() or journal.read_text().count("\n") < 3:
         assert time.monotonic() < deadline
         time.sleep(0.1)
-    os.killpg(process.pid, signal.SIGINT)
+    if sent is signal.SIGINT:
+        os.killpg(process.pid, sent)  # a terminal tells the whole group
+    else:
+        process.send_signal(sent)
     output, _ = process.communicate(timeout=60)
     assert process.returncode == 130
     assert "anycostfl run --resume x" in output

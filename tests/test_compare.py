@@ -172,8 +172,8 @@ def test_compare_from_the_command_line(tmp_path: Path) -> None:
     assert result.exit_code == 0, result.output
     rows = json.loads(result.stdout)["rows"]
     assert [row["label"] for row in rows] == ["anycostfl", "stc"]
-    assert (folder / "results.md").read_text().startswith("| method |")
-    assert (folder / "curves.png").stat().st_size > 10_000
+    assert (folder / "tuned.md").read_text().startswith("| method |")
+    assert (folder / "tuned.png").stat().st_size > 10_000
     assert len(list(folder.glob("*-seed0"))) == 4
     for bad, message in ((["--methods", "sct"], "stc"), (["--rates", "x"], "numbers")):
         result = CliRunner().invoke(build_app(), ["compare", "demo", *bad])

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import importlib
 import pkgutil
+import signal
 import sys
 
 import typer
@@ -40,6 +41,7 @@ def _root() -> None:
 
 def main() -> None:
     """Run the command line; user errors end with one clear message instead of a traceback."""
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # stop as cleanly as for Ctrl-C
     try:
         build_app()()
     except AnycostError as error:

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
+
+import typer
 
 from anycostfl.cli._console import out, table
 from anycostfl.compare import Case, Records
@@ -41,6 +44,16 @@ def progress(*, quiet: bool) -> Callable[[Case, Records], None]:
         out.print(f"{case.name:34} round {len(records):4d}  accuracy {shown}", soft_wrap=True)
 
     return watch
+
+
+@contextmanager
+def stopping_cleanly() -> Iterator[None]:
+    """Ctrl-C ends with a word on how to go on; the run that was playing has saved itself."""
+    try:
+        yield
+    except KeyboardInterrupt:
+        out.print("Stopped. The same command goes on.")
+        raise typer.Exit(130) from None
 
 
 def go_on_alone(folder: Path) -> None:

@@ -11,7 +11,14 @@ import typer
 
 from anycostfl import methods
 from anycostfl.cli._console import emit_json, out
-from anycostfl.cli._series import go_on_alone, names_of, numbers_of, progress, show
+from anycostfl.cli._series import (
+    go_on_alone,
+    names_of,
+    numbers_of,
+    progress,
+    show,
+    stopping_cleanly,
+)
 from anycostfl.cli.run import check_workers
 from anycostfl.compare import (
     HEADER,
@@ -71,7 +78,7 @@ def compare(
     enough = lasted(config.run.rounds) if full else reached(goal)
     rows: list[Row] = []
     curves: dict[str, list[RoundRecord]] = {}
-    with only_one(folder):
+    with only_one(folder), stopping_cleanly():
         series = Series(folder, check_workers(workers), progress(quiet=json), play=not only_show)
         for method in chosen:
             rate = series.best_rate(config, method, grid, trial)
@@ -81,15 +88,16 @@ def compare(
                 rows.append(make_row(method, runs, goal))
                 curves[method] = list(runs[0][1])
     cells = as_cells(rows, name)
-    (folder / "results.md").write_text(to_markdown(HEADER, cells))
-    (folder / "results.csv").write_text(to_csv(rows))
+    stem = folder / ("tuned" if len(grid) > 1 else "results")
+    stem.with_suffix(".md").write_text(to_markdown(HEADER, cells))
+    stem.with_suffix(".csv").write_text(to_csv(rows))
     with suppress(MissingExtra):
-        draw_curves(curves, folder / "curves.png")
+        draw_curves(curves, stem.with_suffix(".png"))
     if json:
         emit_json({"folder": str(folder), "target": goal, "rows": [asdict(row) for row in rows]})
         return
     show(f"{config.summary or name}: cost to {100 * goal:g} %", HEADER, cells)
-    out.print(f"Everything is in {folder}: results.md, results.csv, curves.png, one folder a run")
+    out.print(f"Everything is in {folder}: {stem.name}.md, .csv and .png, and one folder a run")
 
 
 def _asked(config: Config, target: float | None, rounds: int | None) -> Config:
