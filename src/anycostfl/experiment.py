@@ -9,6 +9,7 @@ from dataclasses import replace
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from anycostfl import data, models
 from anycostfl.config import Config
@@ -17,6 +18,7 @@ from anycostfl.train import TrainOptions, bf16_pays
 from anycostfl.workers import DeviceSide, Shared
 
 PARTITION = 201  # the purpose of the generator that splits the data
+RECALIBRATION_IMAGES = 1024
 
 
 def settle(config: Config) -> Config:
@@ -38,6 +40,12 @@ def load_data(config: Config) -> tuple[data.Dataset, data.Partition]:
     if config.data.partition == "iid":
         return dataset, data.split_iid(labels, devices, random)
     return dataset, data.split_dirichlet(labels, devices, config.data.concentration, random)
+
+
+def calibration_batches(images: Tensor) -> list[Tensor]:
+    """The training images on which BatchNorm statistics are measured (docs/decisions/0003)."""
+    chosen = images[:RECALIBRATION_IMAGES]
+    return [chosen[i : i + 128] for i in range(0, len(chosen), 128)]
 
 
 def prepare(config: Config) -> DeviceSide:

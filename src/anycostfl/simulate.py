@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from anycostfl.aggregate import aggregate
 from anycostfl.config import Config, load_profile
 from anycostfl.coupling import tensors_of
-from anycostfl.experiment import prepare
+from anycostfl.experiment import calibration_batches, prepare
 from anycostfl.fleet import draw_cohort
 from anycostfl.methods import State
 from anycostfl.rounds import Outcome, assign, describe, receive
@@ -72,11 +72,7 @@ def _is_due(config: Config, number: int) -> bool:
     return (number + 1) % config.run.evaluate_every == 0 or number + 1 == config.run.rounds
 
 
-RECALIBRATION_IMAGES = 1024
-
-
 def evaluate(side: DeviceSide, executor: Executor) -> float:
     """Accuracy of the global model on all test images, BatchNorm statistics measured first."""
-    images = side.shared.train_images[:RECALIBRATION_IMAGES]
-    recalibrate(side.net.module, [images[i : i + 128] for i in range(0, len(images), 128)])
+    recalibrate(side.net.module, calibration_batches(side.shared.train_images))
     return executor.correct() / len(side.shared.test_labels)
