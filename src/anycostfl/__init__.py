@@ -2,6 +2,7 @@
 
 from anycostfl.aggregate import optimal_weights
 from anycostfl.codec import compress, decompress
+from anycostfl.elastic_file import load_elastic, save_elastic
 from anycostfl.errors import (
     AlphaError,
     AnycostError,
@@ -35,8 +36,10 @@ __all__ = [
     "Workload",
     "compress",
     "decompress",
+    "load_elastic",
     "make_devices",
     "optimal_weights",
     "plan_strategies",
     "recalibrate",
+    "save_elastic",
 ]

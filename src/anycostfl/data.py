@@ -40,7 +40,10 @@ class DataMissing(UnknownName):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Dataset:
-    """Images (sample, channel, height, width) and labels, to train on and to test on."""
+    """Images (sample, channel, height, width) and labels, to train on and to test on.
+
+    Each colour was normalised: minus `mean`, divided by `std`.
+    """
 
     name: str
     train_images: Tensor
@@ -48,6 +51,8 @@ class Dataset:
     test_images: Tensor
     test_labels: Tensor
     classes: int
+    mean: tuple[float, ...]
+    std: tuple[float, ...]
 
 
 def load(name: str, path: str = "") -> Dataset:
@@ -72,6 +77,8 @@ def _dataset(name: str, train: Part, test: Part) -> Dataset:
         test_images=(tests - mean) / std,
         test_labels=test_labels,
         classes=int(max(labels.max(), test_labels.max())) + 1,
+        mean=tuple(mean.flatten().tolist()),
+        std=tuple(std.flatten().tolist()),
     )
 
 

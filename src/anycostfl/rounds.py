@@ -18,7 +18,7 @@ from anycostfl.config import Config
 from anycostfl.errors import PayloadError
 from anycostfl.fleet import Cohort
 from anycostfl.methods import Method, State, Upload
-from anycostfl.shrink import ElasticModel, WidthPlan, recalibrate
+from anycostfl.shrink import ElasticModel, WidthPlan, calibration_batches, recalibrate
 from anycostfl.types import (
     Binds,
     DeviceRecord,
@@ -200,11 +200,7 @@ def is_due(config: Config, number: int) -> bool:
     return (number + 1) % config.run.evaluate_every == 0 or number + 1 == config.run.rounds
 
 
-RECALIBRATION_IMAGES = 1024
-
-
 def evaluate(side: DeviceSide, executor: Executor) -> float:
     """Accuracy of the global model on all test images, BatchNorm statistics measured first."""
-    images = side.shared.train_images[:RECALIBRATION_IMAGES]
-    recalibrate(side.net.module, [images[i : i + 128] for i in range(0, len(images), 128)])
+    recalibrate(side.net.module, calibration_batches(side.shared.train_images))
     return executor.correct() / len(side.shared.test_labels)

@@ -2,7 +2,7 @@
 
 from anycostfl.shrink.elastic import ElasticModel, SubModel
 from anycostfl.shrink.order import Order
-from anycostfl.shrink.statistics import recalibrate
+from anycostfl.shrink.statistics import calibration_batches, recalibrate
 from anycostfl.shrink.widths import WidthPlan
 
-__all__ = ["ElasticModel", "Order", "SubModel", "WidthPlan", "recalibrate"]
+__all__ = ["ElasticModel", "Order", "SubModel", "WidthPlan", "calibration_batches", "recalibrate"]

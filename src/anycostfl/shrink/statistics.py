@@ -13,6 +13,8 @@ from torch import Tensor, nn
 
 from anycostfl.coupling import evaluation
 
+RECALIBRATION_IMAGES = 1024
+
 
 def recalibrate(module: nn.Module, batches: Iterable[Tensor]) -> None:
     """Set every BatchNorm's running statistics to their average over these batches, in place."""
@@ -33,3 +35,9 @@ def recalibrate(module: nn.Module, batches: Iterable[Tensor]) -> None:
             module(batch)
     for norm, momentum in zip(norms, momenta, strict=True):
         norm.momentum = momentum
+
+
+def calibration_batches(images: Tensor) -> list[Tensor]:
+    """The training images on which BatchNorm statistics are measured (docs/decisions/0003)."""
+    chosen = images[:RECALIBRATION_IMAGES]
+    return [chosen[i : i + 128] for i in range(0, len(chosen), 128)]

@@ -1,0 +1,392 @@
+"""Exported widths compute what the sub-model computes, fit what they should, and say so."""
+
+from __future__ import annotations
+
+import json
+import math
+import shutil
+import sys
+import zipfile
+from collections.abc import Callable, Sequence
+from functools import cache
+from pathlib import Path
+
+import numpy as np
+import onnx
+import onnxruntime
+import pytest
+import torch
+from click.testing import Result
+from safetensors import safe_open
+from safetensors.torch import load_file
+from typer.testing import CliRunner
+
+import anycostfl
+from anycostfl import models
+from anycostfl.cli import build_app
+from anycostfl.config import load_preset, to_toml
+from anycostfl.coupling import tensors_of
+from anycostfl.data import load
+from anycostfl.elastic_file import ElasticFileError
+from anycostfl.errors import AlphaError, AnycostError, ConfigError, InfeasibleBudget, MissingExtra
+from anycostfl.export import (
+    ExportError,
+    cut,
+    least_alpha,
+    open_trained,
+    parse_limit,
+    weigh,
+    widest,
+    write,
+    write_elastic,
+)
+from anycostfl.records import RunWriter, StorageError, read_run
+from anycostfl.runs import keep
+from anycostfl.simulate import play
+from anycostfl.train import count_correct
+from small_runs import small_overrides
+
+ALPHAS = (0.25, 0.5, 0.75, 1.0)
+
+
+def colour_dataset(folder: Path) -> Path:
+    """Two classes of noisy colour stripes, 32 pixels wide."""
+    random = np.random.default_rng(0)
+    labels = np.arange(60) % 2
+    images = random.integers(0, 255, (60, 32, 32, 3)).astype(np.uint8)
+    images[labels == 1, ::2] //= 4
+    path = folder / "colour.npz"
+    np.savez(
+        path,
+        train_images=images[:48],
+        train_labels=labels[:48],
+        test_images=images[48:],
+        test_labels=labels[48:],
+    )
+    return path
+
+
+def make_run(folder: Path, *more: str) -> Path:
+    """A run directory after really training."""
+    config = load_preset("demo", small_overrides(folder, "training.precision=fp32", *more))
+    writer = RunWriter.create(folder / "run", to_toml(config))
+    for _ in keep(play(config), config, writer):
+        pass
+    return folder / "run"
+
+
+@pytest.fixture(scope="session")
+def cnn_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_run(tmp_path_factory.mktemp("cnn"), "run.rounds=2")
+
+
+@pytest.fixture(scope="session")
+def colour_run(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    @cache
+    def train(model: str) -> Path:
+        folder = tmp_path_factory.mktemp(model)
+        data = f'data.name="{colour_dataset(folder)}"'
+        fleet = ("fleet.devices=4", "fleet.cohort=2")
+        return make_run(folder, data, f"model.name={model}", "run.rounds=1", *fleet)
+
+    return train
+
+
+def call(*arguments: object) -> Result:
+    return CliRunner().invoke(build_app(), ["export", *map(str, arguments)])
+
+
+def refusal(*arguments: object) -> str:
+    error = call(*arguments).exception
+    assert isinstance(error, AnycostError)
+    return str(error)
+
+
+# --- files that agree -----------------------------------------------------------------------------
+
+
+def check_onnx(run: Path, alpha: float, path: Path) -> None:
+    trained = open_trained(run)
+    sub = cut(trained, alpha)
+    assert write(trained, sub, path, "onnx") <= 1e-4
+    onnx.checker.check_model(onnx.load(path), full_check=True)
+    about = {p.key: p.value for p in onnx.load(path).metadata_props}["anycostfl"]
+    assert json.loads(about)["alpha"] == alpha
+    session = onnxruntime.InferenceSession(path)
+    for batch in (1, 2, 9):
+        x = trained.example(batch)
+        (logits,) = session.run(["logits"], {"input": x.numpy()})
+        with torch.no_grad():
+            assert np.abs(np.asarray(logits) - sub.module(x).numpy()).max() <= 1e-4
+
+
+@pytest.mark.parametrize("alpha", ALPHAS)
+def test_cnn_in_onnxruntime_agrees_with_pytorch(
+    cnn_run: Path, alpha: float, tmp_path: Path
+) -> None:
+    check_onnx(cnn_run, alpha, tmp_path / "cnn.onnx")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("alpha", ALPHAS)
+@pytest.mark.parametrize("model", ["vgg9", "resnet18"])
+def test_colour_models_in_onnxruntime_agree_with_pytorch(
+    colour_run: Callable[[str], Path], model: str, alpha: float, tmp_path: Path
+) -> None:
+    check_onnx(colour_run(model), alpha, tmp_path / "model.onnx")
+
+
+def test_torch_program_runs_without_this_package_and_holds_no_pickle(
+    cnn_run: Path, tmp_path: Path
+) -> None:
+    trained, path = open_trained(cnn_run), tmp_path / "cnn.pt2"
+    sub = cut(trained, 0.5)
+    assert write(trained, sub, path, "torch") <= 1e-6
+    x = trained.example(3)
+    assert torch.equal(torch.export.load(path).module()(x), sub.module(x))
+    with zipfile.ZipFile(path) as archive:
+        members = [archive.read(name) for name in archive.namelist()]
+    assert not any(member.startswith((b"PK", b"\x80")) for member in members)
+
+
+def test_safetensors_holds_the_sub_models_state(cnn_run: Path, tmp_path: Path) -> None:
+    trained, path = open_trained(cnn_run), tmp_path / "cnn.safetensors"
+    sub = cut(trained, 0.5)
+    write(trained, sub, path, "safetensors")
+    state = load_file(path)
+    assert all(torch.equal(state[name], t) for name, t in sub.module.state_dict().items())
+
+
+def test_a_file_says_what_it_is_and_how_its_input_was_normalised(
+    cnn_run: Path, tmp_path: Path
+) -> None:
+    trained, path = open_trained(cnn_run), tmp_path / "cnn.safetensors"
+    write(trained, cut(trained, 0.25), path, "safetensors")
+    with safe_open(path, "pt") as file:
+        about = json.loads(file.metadata()["anycostfl"])
+    dataset = load(trained.config.data.name)
+    assert (about["model"], about["alpha"], about["rounds"]) == ("cnn", 0.25, 2)
+    assert about["mean"] == pytest.approx(dataset.mean)
+    restored = dataset.train_images[0] * dataset.std[0] + dataset.mean[0]
+    assert 0 <= float(restored.min()) <= float(restored.max()) <= 1.001
+
+
+def test_batch_norm_is_measured_on_training_images_at_the_width_itself(
+    colour_run: Callable[[str], Path],
+) -> None:
+    trained = open_trained(colour_run("mobilenet"))
+    sub = cut(trained, 0.5)
+    norms = [m for m in sub.module.modules() if isinstance(m, torch.nn.BatchNorm2d)]
+    seen: list[torch.Tensor] = []
+    norms[-1].register_forward_pre_hook(lambda _, x: seen.append(x[0]))
+    with torch.no_grad():  # the layers before it normalise as they did when it was measured
+        for norm in norms[:-1]:
+            norm.train()
+        sub.module(load(trained.config.data.name).train_images)
+    measured = sub.module.state_dict()
+    last = [name for name in measured if name.endswith("running_mean")][-1]
+    assert torch.allclose(measured[last], seen[0].mean((0, 2, 3)), atol=1e-5)
+    uncalibrated = trained.net.shrink(0.5).module.state_dict()
+    changed = {n for n, t in measured.items() if not torch.equal(t, uncalibrated[n])}
+    assert changed
+    assert all("running" in name or "num_batches" in name for name in changed)
+
+
+# --- one file for all widths ----------------------------------------------------------------------
+
+
+def test_two_lines_load_any_width(cnn_run: Path, tmp_path: Path) -> None:
+    trained, path = open_trained(cnn_run), tmp_path / "cnn.safetensors"
+    write_elastic(trained, path)
+    for alpha in (0.1, 0.25, 1.0):
+        sub = anycostfl.load_elastic(path).shrink(alpha)
+        expected = trained.net.shrink(alpha)
+        assert sub.plan.widths == expected.plan.widths
+        states = sub.module.state_dict(), expected.module.state_dict()
+        assert all(torch.equal(t, states[1][name]) for name, t in states[0].items())
+
+
+def test_channels_are_sorted_before_they_are_cut(cnn_run: Path) -> None:
+    trained, checkpoint = open_trained(cnn_run), read_run(cnn_run).checkpoint
+    assert checkpoint is not None
+    plain = models.load("cnn").build()
+    plain.load_state_dict(checkpoint.state)
+    x = trained.example(4)
+    assert torch.allclose(plain(x), trained.net.module(x), atol=1e-5)
+    assert trained.order == "importance"
+    order = trained.net.sort_channels()
+    assert all((np.diff(channels) == 1).all() for channels in order.values())
+
+
+def test_sub_models_trained_in_a_fixed_order_are_not_sorted(cnn_run: Path, tmp_path: Path) -> None:
+    run = Path(shutil.copytree(cnn_run, tmp_path / "run"))
+    text = (run / "config.toml").read_text()
+    (run / "config.toml").write_text(text.replace('method = "anycostfl"', 'method = "fedavg"'))
+    trained, checkpoint = open_trained(run), read_run(run).checkpoint
+    assert checkpoint is not None
+    assert trained.order == "as trained"
+    for name, tensor in tensors_of(trained.net.module).items():
+        assert torch.equal(tensor, checkpoint.state[name])
+
+
+def test_files_that_are_no_elastic_model_are_refused(cnn_run: Path, tmp_path: Path) -> None:
+    trained, path = open_trained(cnn_run), tmp_path / "one.safetensors"
+    write(trained, cut(trained, 0.5), path, "safetensors")
+    with pytest.raises(ElasticFileError, match=r"the width α = 0.5 alone.*--format elastic"):
+        anycostfl.load_elastic(path)
+    with pytest.raises(ElasticFileError, match="something else"):
+        anycostfl.load_elastic(next(cnn_run.glob("checkpoint-*")))
+    (tmp_path / "junk").write_bytes(b"no safetensors at all")
+    with pytest.raises(ElasticFileError, match="cannot read"):
+        anycostfl.load_elastic(tmp_path / "junk")
+    with pytest.raises(ElasticFileError, match="cannot read"):
+        anycostfl.load_elastic(tmp_path / "missing")
+
+
+# --- what fits ------------------------------------------------------------------------------------
+
+
+def test_fit_takes_the_widest_model_within_the_flops(cnn_run: Path) -> None:
+    trained = open_trained(cnn_run)
+
+    def flops(alpha: float) -> float:
+        return trained.net.coupling.flops(trained.net.plan(alpha).widths, training=False)
+
+    best = max(i / 100 for i in range(1, 101) if flops(i / 100) <= 10e6)
+    assert widest(trained, parse_limit("10MFLOP"), "onnx") == best
+    assert widest(trained, parse_limit("1GFLOP"), "onnx") == 1.0
+
+
+def test_fit_takes_the_widest_file(cnn_run: Path, tmp_path: Path) -> None:
+    trained = open_trained(cnn_run)
+    alpha = widest(trained, parse_limit("1.5 mb"), "safetensors")
+    sizes = []
+    for candidate in (alpha, alpha + 0.01):
+        sub, path = cut(trained, candidate), tmp_path / "file"
+        write(trained, sub, path, "safetensors")
+        sizes.append(weigh(trained, sub, path).bytes)
+    assert sizes[0] <= 1_500_000
+    assert sizes[1] == sizes[0] or sizes[1] > 1_500_000  # the same widths, or too many
+    assert trained.net.plan(alpha).flops_ratio < 0.5
+
+
+def test_what_does_not_fit_says_the_least_that_would(cnn_run: Path) -> None:
+    with pytest.raises(InfeasibleBudget, match=r"1 kB: the narrowest .* takes [\d.]+ kB"):
+        widest(open_trained(cnn_run), parse_limit("1kB"), "safetensors")
+    assert "us; allow at least that" in refusal(cnn_run, "--fit", "0.01us")
+
+
+@pytest.mark.parametrize("text", ["", "3", "ms", "3 parsecs", "-1ms", "0MB", "nanms", "1e3"])
+def test_limits_that_make_no_sense(text: str) -> None:
+    with pytest.raises(ConfigError, match="allowed a number and a unit"):
+        parse_limit(text)
+
+
+def test_limits_have_units() -> None:
+    assert parse_limit("3ms").cost(_width(latency_ms=6)) == 6
+    assert parse_limit("2 MB").cost(_width(size=4_000_000)) == 4
+    assert parse_limit("1.5gflop").amount == 1.5
+
+
+def _width(latency_ms: float = 0, size: int = 0) -> anycostfl.export.Width:
+    return anycostfl.export.Width(1.0, None, 0, 0.0, size, latency_ms)
+
+
+# --- the table ------------------------------------------------------------------------------------
+
+
+def test_table_of_widths(cnn_run: Path) -> None:
+    done = call(cnn_run, "--table", "--alpha", 1, "--alpha", 0.25, "--json")
+    assert done.exit_code == 0, done.output
+    rows = json.loads(done.stdout)["widths"]
+    assert rows == json.loads((cnn_run / "widths.json").read_text())
+    keys = {"alpha", "accuracy", "parameters", "flops", "bytes", "latency_ms"}
+    assert [set(row) for row in rows] == [keys, keys]
+    wide, narrow = rows
+    assert wide["parameters"] == 1_663_370
+    assert wide["flops"] == 2 * (25 * 32 * 784 + 25 * 32 * 64 * 196 + 3136 * 512 + 512 * 10)
+    assert narrow["bytes"] > 4 * narrow["parameters"]
+    assert all(wide[key] > narrow[key] for key in ("parameters", "flops", "bytes", "latency_ms"))
+    trained = open_trained(cnn_run)
+    dataset = load(trained.config.data.name)
+    right = count_correct(cut(trained, 0.25).module, dataset.test_images, dataset.test_labels)
+    assert narrow["accuracy"] == right / len(dataset.test_labels)
+
+
+# --- bad input ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--alpha", "0"], "--alpha: given 0, allowed above 0 and at most 1"),
+        (["--alpha", "1.5"], "--alpha: given 1.5"),
+        (["--alpha", "nan"], "--alpha: given nan"),
+        (["--alpha", "0.5", "--format", "tflite"], "given 'tflite', allowed onnx, torch"),
+        (["--alpha", "0.5", "--fit", "3ms"], "allowed one of them"),
+        (["--fit", "3 parsecs"], "allowed a number and a unit"),
+        ([], "say how wide"),
+        (["--format", "elastic", "--alpha", "0.5"], "holds all widths"),
+        (["--table", "--fit", "3ms"], "--table measures"),
+        (["--alpha", "0.5", "--alpha", "0.6", "--out", "x"], "one file for 2 widths"),
+    ],
+)
+def test_nonsense_is_refused(cnn_run: Path, arguments: Sequence[str], message: str) -> None:
+    assert message in refusal(cnn_run, *arguments)
+
+
+def test_a_width_no_group_supports(cnn_run: Path) -> None:
+    trained = open_trained(cnn_run)
+    least = least_alpha(trained.net)
+    assert 0 < least < 0.01
+    with pytest.raises(AlphaError, match=f"at least {least:.4g}"):
+        cut(trained, least / 2)
+    assert cut(trained, least).plan.flops_ratio <= 1.02 * least
+
+
+def test_below_alpha_min_is_allowed_and_warned_of(cnn_run: Path, tmp_path: Path) -> None:
+    out = tmp_path / "new" / "tiny.safetensors"
+    done = call(cnn_run, "--alpha", 0.04, "--format", "safetensors", "--out", out)
+    assert done.exit_code == 0, done.output
+    assert out.exists()
+    assert "below the run's α^min = 0.05" in " ".join(done.stderr.split())
+
+
+def test_runs_that_cannot_be_exported(cnn_run: Path, tmp_path: Path) -> None:
+    with pytest.raises(StorageError, match="holds no run"):
+        open_trained(tmp_path)
+    run = Path(shutil.copytree(cnn_run, tmp_path / "run"))
+    for checkpoint in run.glob("checkpoint-*"):
+        checkpoint.unlink()
+    with pytest.raises(StorageError, match=r"no checkpoint to export.*--resume"):
+        open_trained(run)
+
+
+def test_missing_extras_say_what_to_install(
+    cnn_run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trained = open_trained(cnn_run)
+    sub = cut(trained, 0.5)
+    for package in ("onnxruntime", "onnxscript"):
+        monkeypatch.setitem(sys.modules, package, None)
+        with pytest.raises(MissingExtra, match=r"pip install 'anycostfl\[export\]'"):
+            write(trained, sub, tmp_path / "cnn.onnx", "onnx")
+    assert list(tmp_path.iterdir()) == []
+    write(trained, sub, tmp_path / "cnn.safetensors", "safetensors")  # needs no extra
+
+
+def test_a_file_that_disagrees_is_not_kept(cnn_run: Path, tmp_path: Path) -> None:
+    trained = open_trained(cnn_run)
+    sub = cut(trained, 0.5)
+    with torch.no_grad():
+        next(sub.module.parameters()).fill_(math.nan)
+    with pytest.raises(ExportError, match="differs from PyTorch by nan"):
+        write(trained, sub, tmp_path / "cnn.safetensors", "safetensors")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_place_that_cannot_be_written(cnn_run: Path, tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    path = tmp_path / "file" / "cnn.safetensors"
+    message = refusal(cnn_run, "--alpha", 0.5, "--format", "safetensors", "--out", path)
+    assert "cannot write" in message
