@@ -338,7 +338,6 @@ def measure_widths(
     trained: Trained, alphas: Sequence[float], show: Callable[[float], None] = lambda _: None
 ) -> list[Width]:
     """Accuracy, size and latency of several widths; `show` hears of each before it is measured."""
-    dataset = _dataset(trained.config.data.name, trained.config.data.path)
     found: list[Width] = []
     with tempfile.TemporaryDirectory() as folder:
         paths = [Path(folder, f"{number}.onnx") for number in range(len(alphas))]
@@ -346,12 +345,17 @@ def measure_widths(
             show(alpha)
             sub = cut(trained, alpha)
             write(trained, sub, path, "onnx")
-            images, labels = dataset.test_images, dataset.test_labels
-            wide = trained.config.training.channels_last
-            right = count_correct(sub.module, images, labels, channels_last=wide)
-            found.append(replace(weigh(trained, sub, path), accuracy=right / len(labels)))
+            found.append(replace(weigh(trained, sub, path), accuracy=accuracy_of(trained, sub)))
         latencies = measure_latency_ms(paths, trained.example(1))
     return [replace(w, latency_ms=ms) for w, ms in zip(found, latencies, strict=True)]
+
+
+def accuracy_of(trained: Trained, sub: SubModel) -> float:
+    """The share of the run's test images that a sub-model classifies rightly."""
+    dataset = _dataset(trained.config.data.name, trained.config.data.path)
+    wide = trained.config.training.channels_last
+    right = count_correct(sub.module, dataset.test_images, dataset.test_labels, channels_last=wide)
+    return right / len(dataset.test_labels)
 
 
 def save_widths(folder: Path, widths: Sequence[Width]) -> Path:

@@ -69,3 +69,37 @@ def draw_partition(counts: np.ndarray[tuple[int, int], np.dtype[np.int64]], path
     axis.legend(title="class", ncols=2, loc="center left", bbox_to_anchor=(1, 0.5))
     figure.savefig(path, dpi=110)
     plt.close(figure)
+
+
+Lines = Mapping[str, tuple[Sequence[float], Sequence[float]]]
+
+
+def draw_lines(panels: Mapping[str, Lines], x_label: str, path: Path) -> None:
+    """One panel per quantity, one line per method; the panel's name is what it shows."""
+    plt = _pyplot()
+    size = (4.6 * len(panels), 3.6)
+    figure, axes = plt.subplots(1, len(panels), figsize=size, layout="constrained", squeeze=False)
+    for axis, (title, lines) in zip(axes[0], panels.items(), strict=True):
+        for name, (x, y) in lines.items():
+            axis.plot(x, y, "o-", label=name, linewidth=1.6, markersize=4)
+        axis.set_xlabel(x_label)
+        axis.set_ylabel(title)
+        axis.grid(alpha=0.3)
+    axes[0][0].legend()
+    figure.savefig(path, dpi=110)
+    plt.close(figure)
+
+
+def draw_bars(panels: Mapping[str, Mapping[str, float]], path: Path) -> None:
+    """One panel per quantity, one bar per name."""
+    plt = _pyplot()
+    size = (3.6 * len(panels), 3.4)
+    figure, axes = plt.subplots(1, len(panels), figsize=size, layout="constrained", squeeze=False)
+    for axis, (title, values) in zip(axes[0], panels.items(), strict=True):
+        bars = axis.bar(range(len(values)), list(values.values()), 0.7)
+        axis.bar_label(bars, fmt="%.3g")
+        axis.set_xticks(range(len(values)), list(values), rotation=20, ha="right")
+        axis.set_ylabel(title)
+        axis.margins(y=0.15)
+    figure.savefig(path, dpi=110)
+    plt.close(figure)

@@ -1,0 +1,165 @@
+"""`anycostfl sweep`: the paper's Fig. 4 (a) to (d), from runs of our own."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from anycostfl import methods
+from anycostfl.cli._console import emit_json, out
+from anycostfl.cli._series import (
+    go_on_alone,
+    names_of,
+    numbers_of,
+    progress,
+    show,
+    stopping_cleanly,
+)
+from anycostfl.cli.run import check_workers
+from anycostfl.compare import Cost, Series, cost_to, only_one, to_markdown
+from anycostfl.config import Config, load_preset
+from anycostfl.errors import ConfigError, MissingExtra
+from anycostfl.report import draw_bars, draw_lines
+from anycostfl.sweep import KINDS, SPREADS, WIDTHS, ablation, heterogeneity, widths
+
+X_LABELS = {
+    "compute": "standard deviation of ε, 1e-27",
+    "radio": "standard deviation of the distance, m",
+}
+QUANTITIES = {"energy, kJ": "energy_kj", "latency, min": "latency_min", "uploaded, GB": "gigabytes"}
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """A table, the same as numbers, and a figure."""
+
+    header: Sequence[str]
+    cells: Sequence[Sequence[str]]
+    figures: Mapping[str, object]
+
+
+def sweep(
+    kind: Annotated[str, typer.Argument(help="ablation, compute, radio or widths")],
+    preset: Annotated[str, typer.Argument(help="A preset, or a .toml file")],
+    method_names: Annotated[
+        str, typer.Option("--methods", help="Names with commas, for all kinds but ablation")
+    ] = "anycostfl,heterofl,stc",
+    values: Annotated[str, typer.Option(help="Spreads to try, with commas")] = "",
+    target: Annotated[float | None, typer.Option(help="Accuracy to reach [preset's]")] = None,
+    rounds: Annotated[int | None, typer.Option(help="At most so many [preset's]")] = None,
+    set_: Annotated[list[str] | None, typer.Option("--set", help="section.key=value")] = None,
+    out_dir: Annotated[Path | None, typer.Option("--out", help="Folder of all runs")] = None,
+    workers: Annotated[int, typer.Option(help="Processes; 0 is one per core")] = 0,
+    background: Annotated[
+        bool, typer.Option("--background", help="Return at once, go on alone")
+    ] = False,
+    only_show: Annotated[bool, typer.Option("--show", help="Only show what is done")] = False,
+    json: Annotated[bool, typer.Option("--json", help="One JSON document at the end")] = False,
+) -> None:
+    """What each mechanism buys, what heterogeneity costs, what sub-models can do.
+
+    Runs share the folder of `anycostfl compare` and are not repeated. Ctrl-C stops cleanly.
+    """
+    if kind not in KINDS:
+        raise ConfigError([f"sweep: given {kind!r}, allowed {', '.join(KINDS)}"])
+    overrides = list(set_ or [])
+    overrides += [f"run.target_accuracy={target}"] if target is not None else []
+    overrides += [f"run.rounds={rounds}"] if rounds is not None else []
+    config = load_preset(preset, overrides)
+    names = names_of(method_names, methods.names(), methods.load)
+    spreads = numbers_of(values, "--values") or SPREADS.get(kind, ())
+    folder = out_dir or Path("runs", f"compare-{Path(preset).stem}")
+    if background:
+        go_on_alone(folder)
+        return
+    picture = folder / f"{kind}.png"
+    with only_one(folder), stopping_cleanly():
+        series = Series(folder, check_workers(workers), progress(quiet=json), play=not only_show)
+        if kind == "ablation":
+            found = _ablation(series, config, picture)
+        elif kind == "widths":
+            found = _widths(series, config, names, picture)
+        else:
+            found = _heterogeneity(series, config, kind, (names, spreads), picture)
+    (folder / f"{kind}.md").write_text(to_markdown(found.header, found.cells))
+    if json:
+        emit_json({"folder": str(folder), kind: found.figures})
+        return
+    show(f"{config.summary or preset}: {kind}", found.header, found.cells)
+    out.print(f"Everything is in {folder}: {kind}.md, {kind}.png, and one folder a run")
+
+
+def _ablation(series: Series, config: Config, picture: Path) -> Finding:
+    target = config.run.target_accuracy
+    costs = {
+        name: cost_to(records, changed, target)
+        for name, (changed, records) in ablation(
+            series, config, config.training.learning_rate
+        ).items()
+    }
+    header = [f"to {100 * target:g} %", "rounds", *QUANTITIES]
+    cells = [[name, *_cells(cost)] for name, cost in costs.items()]
+    panels = {
+        title: {n.removeprefix("anycostfl/"): getattr(c, key) for n, c in costs.items() if c}
+        for title, key in QUANTITIES.items()
+    }
+    with suppress(MissingExtra):
+        draw_bars(panels, picture)
+    return Finding(header, cells, {name: _numbers(cost) for name, cost in costs.items()})
+
+
+def _heterogeneity(
+    series: Series,
+    config: Config,
+    kind: str,
+    over: tuple[Sequence[str], Sequence[float]],
+    picture: Path,
+) -> Finding:
+    curves = heterogeneity(series, config, kind, *over)
+    header = ["method", "spread", "rounds", *QUANTITIES]
+    cells = [
+        [name, f"{value:g}", *_cells(cost)]
+        for name, points in curves.items()
+        for value, cost in points
+    ]
+    scale = 1e27 if kind == "compute" else 1.0
+    panels = {
+        title: {
+            name: (
+                [scale * value for value, cost in points if cost],
+                [float(getattr(cost, key)) for _, cost in points if cost],
+            )
+            for name, points in curves.items()
+        }
+        for title, key in QUANTITIES.items()
+    }
+    with suppress(MissingExtra):
+        draw_lines(panels, X_LABELS[kind], picture)
+    numbers = {n: [[value, _numbers(cost)] for value, cost in p] for n, p in curves.items()}
+    return Finding(header, cells, numbers)
+
+
+def _widths(series: Series, config: Config, names: Sequence[str], picture: Path) -> Finding:
+    found = widths(series, config, names)
+    header = ["method", *(f"α = {alpha:g}" for alpha in WIDTHS)]
+    cells = [[name, *(f"{100 * a:.2f}" for a in accuracy)] for name, accuracy in found.items()]
+    lines = {name: (WIDTHS, [100 * a for a in accuracy]) for name, accuracy in found.items()}
+    with suppress(MissingExtra):
+        draw_lines({"test accuracy, %": lines}, "width factor α", picture)
+    return Finding(header, cells, {"alpha": list(WIDTHS), **found})
+
+
+def _cells(cost: Cost | None) -> list[str]:
+    if cost is None:
+        return ["not reached", *["–"] * len(QUANTITIES)]
+    return [f"{cost.rounds:.0f}", *(f"{getattr(cost, key):.3f}" for key in QUANTITIES.values())]
+
+
+def _numbers(cost: Cost | None) -> dict[str, float] | None:
+    keys = ("rounds", *QUANTITIES.values())
+    return None if cost is None else {key: float(getattr(cost, key)) for key in keys}

@@ -1,0 +1,93 @@
+"""The paper's Fig. 4: what each mechanism buys, what heterogeneity costs, what sub-models can do.
+
+(a) ablation: AnycostFL and its variants, cost to a target accuracy.
+(b) compute: cost to the target over the spread of ε around its mean.
+(c) radio: cost to the target over the spread of distances around 400 m.
+(d) widths: accuracy of every width cut from the trained model, never trained again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+
+from anycostfl import methods
+from anycostfl.compare import (
+    Case,
+    Cost,
+    Enough,
+    Records,
+    Series,
+    cost_to,
+    lasted,
+    make_case,
+    reached,
+    recost,
+)
+from anycostfl.config import Config
+from anycostfl.export import accuracy_of, cut, open_trained
+
+KINDS = ("ablation", "compute", "radio", "widths")
+SPREADS: Mapping[str, Sequence[float]] = {
+    "compute": (0.0, 1e-27, 2e-27, 3e-27, 4e-27),  # standard deviation of ε; the mean is 7.5e-27
+    "radio": (0.0, 50.0, 100.0, 150.0, 200.0),  # standard deviation of the distance, metres
+}
+MEAN_DISTANCE_M = 400.0
+WIDTHS = (0.25, 0.375, 0.5, 0.625, 0.75, 0.875, 1.0)
+
+Curves = Mapping[str, Sequence[tuple[float, Cost | None]]]
+
+
+def ablation(series: Series, config: Config, rate: float) -> dict[str, tuple[Config, Records]]:
+    """AnycostFL whole and without each of its parts, to the target."""
+    enough = reached(config.run.target_accuracy)
+    found = {}
+    for name in ("anycostfl", *methods.variants("anycostfl")):
+        case = make_case(config, name, rate, config.run.seed)
+        found[name] = case.config, series.advance(case, enough)
+    return found
+
+
+def spread_over(config: Config, kind: str, value: float) -> Config:
+    """The same experiment with a fleet that differs more, or less."""
+    if kind == "compute":
+        return replace(config, fleet=replace(config.fleet, energy_coefficient_std=value))
+    fleet = replace(config.fleet, distance_mean_m=MEAN_DISTANCE_M, distance_std_m=value)
+    return replace(config, fleet=fleet)
+
+
+def heterogeneity(
+    series: Series, config: Config, kind: str, names: Sequence[str], values: Sequence[float]
+) -> Curves:
+    """Cost to the target of each method over the spread."""
+    target, rate, seed = config.run.target_accuracy, config.training.learning_rate, config.run.seed
+    curves: dict[str, list[tuple[float, Cost | None]]] = {}
+    for name in names:
+        plain = make_case(config, name, rate, seed)
+        curves[name] = []
+        for value in values:
+            spread = spread_over(plain.config, kind, value)
+            case = Case(f"{plain.name}-{kind}{value:g}", spread)
+            records = _trained_or_paid(series, plain, case, reached(target))
+            curves[name].append((value, cost_to(records, spread, target)))
+    return curves
+
+
+def _trained_or_paid(series: Series, plain: Case, case: Case, enough: Enough) -> Records:
+    """A method that fixes α and β trains once; another fleet only pays differently."""
+    first = series.advance(plain, lasted(1))
+    if recost(first[:1], case.config) is None:
+        return series.advance(case, enough)
+    paid = recost(series.advance(plain, enough), case.config)
+    return paid if paid is not None else series.advance(case, enough)
+
+
+def widths(series: Series, config: Config, names: Sequence[str]) -> dict[str, list[float]]:
+    """Accuracy at every width of `WIDTHS`, by method, after all rounds."""
+    found = {}
+    for name in names:
+        case = make_case(config, name, config.training.learning_rate, config.run.seed)
+        if series.advance(case, lasted(config.run.rounds)):
+            trained = open_trained(series.folder / case.name)
+            found[name] = [accuracy_of(trained, cut(trained, alpha)) for alpha in WIDTHS]
+    return found

@@ -1,0 +1,74 @@
+"""Fig. 4 on a fleet of twelve: ablation, heterogeneity, widths."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from anycostfl import methods
+from anycostfl.cli import build_app
+from anycostfl.compare import Series
+from anycostfl.errors import ConfigError
+from anycostfl.fleet import draw_cohort
+from anycostfl.sweep import WIDTHS, spread_over, widths
+from small_runs import small_config, small_overrides
+
+
+def call(tmp_path: Path, *words: str) -> dict[str, object]:
+    arguments = ["sweep", *words, "--out", str(tmp_path / "all"), "--workers", "1", "--json"]
+    for item in small_overrides(tmp_path, "run.rounds=3", "run.target_accuracy=0.05"):
+        arguments += ["--set", item]
+    result = CliRunner().invoke(build_app(), arguments)
+    assert result.exit_code == 0, (result.output, result.exception)
+    found: dict[str, object] = json.loads(result.stdout)
+    return found
+
+
+def test_ablation_charges_what_the_missing_part_saved(tmp_path: Path) -> None:
+    found = call(tmp_path, "ablation", "demo")["ablation"]
+    assert isinstance(found, dict)
+    assert list(found) == ["anycostfl", *methods.variants("anycostfl")]
+    # All reach 5 % in the first round, so one round's costs stand side by side.
+    whole = found["anycostfl"]
+    assert found["anycostfl/without-ems"]["energy_kj"] > whole["energy_kj"]
+    assert found["anycostfl/without-fgc"]["latency_min"] > 3 * whole["latency_min"]
+    assert found["anycostfl/without-fgc"]["gigabytes"] > 10 * whole["gigabytes"]
+    assert found["anycostfl/without-aio"]["gigabytes"] == pytest.approx(whole["gigabytes"])
+    assert (tmp_path / "all" / "ablation.png").stat().st_size > 5_000
+
+
+def test_heterogeneity_trains_only_what_plans_otherwise(tmp_path: Path) -> None:
+    words = ("compute", "demo", "--methods", "anycostfl,stc", "--values", "0,3e-27")
+    found = call(tmp_path, *words)["compute"]
+    assert isinstance(found, dict)
+    assert [point[0] for point in found["stc"]] == [0, 3e-27]
+    assert found["stc"][0][1]["energy_kj"] != found["stc"][1][1]["energy_kj"]
+    trained = sorted(path.name for path in (tmp_path / "all").iterdir() if path.is_dir())
+    assert "stc-lr0.05-seed0" in trained
+    assert not [name for name in trained if name.startswith("stc-lr0.05-seed0-")]
+    assert "anycostfl-lr0.05-seed0-compute3e-27" in trained
+
+
+def test_spreads_change_the_fleet(tmp_path: Path) -> None:
+    config = small_config(tmp_path)
+    near = draw_cohort(spread_over(config, "radio", 0.0).fleet, seed=0, round_index=0)
+    assert near.distance_m == pytest.approx(400.0)
+    equal = draw_cohort(spread_over(config, "compute", 0.0).fleet, seed=0, round_index=0)
+    assert equal.devices.energy_coefficient == pytest.approx(7.5e-27)
+
+
+def test_widths_of_every_method(tmp_path: Path) -> None:
+    config = small_config(tmp_path, "run.rounds=1")
+    found = widths(Series(tmp_path / "all", 1, lambda *_: None), config, ["anycostfl", "heterofl"])
+    assert list(found) == ["anycostfl", "heterofl"]
+    assert all(len(values) == len(WIDTHS) for values in found.values())
+    assert all(0 <= value <= 1 for values in found.values() for value in values)
+
+
+def test_an_unknown_kind_is_named() -> None:
+    result = CliRunner().invoke(build_app(), ["sweep", "ablations", "demo"])
+    assert isinstance(result.exception, ConfigError)
+    assert "ablation, compute, radio, widths" in str(result.exception)
