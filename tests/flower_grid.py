@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterable
 
 from flwr.app import Context, Error, Message, RecordDict
@@ -42,6 +43,7 @@ class LocalGrid(Grid):
         self.online = set(self.contexts)
         self.sent: list[tuple[int, Message]] = []
         self._replies: dict[str, Message | None] = {}
+        self._count = itertools.count()
 
     def set_run(self, run: Run) -> None:
         del run
@@ -59,7 +61,7 @@ class LocalGrid(Grid):
     def push_messages(self, messages: Iterable[Message]) -> Iterable[str]:
         names = []
         for message in messages:
-            names.append(f"message-{len(self._replies)}")
+            names.append(f"message-{next(self._count)}")
             message.metadata.__dict__["_message_id"] = names[-1]
             self._replies[names[-1]] = self._deliver(message)
         return names

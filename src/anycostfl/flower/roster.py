@@ -88,7 +88,8 @@ class Roster:
         self._asked: dict[str, tuple[int, float]] = {}  # message → node, when the question lapses
         self._ignored: set[int] = set()  # nodes that cannot be a device of this fleet
         self._online: set[int] = set()
-        self._looked = 0.0
+        self._looked = 0.0  # when
+        self._coming = 0  # the round that newcomers are asked about
 
     def ask(self, number: int) -> Ask:
         """What every message says about the experiment."""
@@ -96,9 +97,10 @@ class Roster:
 
     def gather(self, number: int, least: int) -> Gathered:
         """Wait until enough devices are there, draw the cohort, learn what each can afford."""
+        self._coming = number
         until = time.monotonic() + self._terms.patience_s
         while True:
-            self._wait(lambda: len(self._offers) >= least, number, until)
+            self._wait(lambda: len(self._offers) >= least, until)
             if len(self._offers) < least:
                 raise NotEnoughDevices(
                     f"{len(self._offers)} devices are ready after {self._terms.patience_s:g} s, "
@@ -110,6 +112,7 @@ class Roster:
 
     def perform(self, tasks: Sequence[Task]) -> list[Answer]:
         """Send each device its task; one answer each, in the same order, by the deadline."""
+        self._coming += 1
         nodes = self._nodes()
         ttl = self._terms.deadline_s
         letters = [
@@ -162,7 +165,7 @@ class Roster:
 
         self._question([nodes[i] for i in chosen if not is_fresh(i)], number)
         until = time.monotonic() + min(ASK_S, self._terms.deadline_s)
-        self._wait(lambda: all(map(is_fresh, chosen)), number, until)
+        self._wait(lambda: all(map(is_fresh, chosen)), until)
         index = [i for i in chosen if is_fresh(i)]
         silent = tuple(i for i in chosen if not is_fresh(i))
         for device in silent:
@@ -170,14 +173,14 @@ class Roster:
         offers = [self._offers[nodes[i]] for i in index]
         return Gathered(_cohort(offers), silent) if offers else None
 
-    def _wait(self, done: Callable[[], bool], number: int, until: float) -> None:
+    def _wait(self, done: Callable[[], bool], until: float) -> None:
         """Look after the fleet until something holds, or the time is over."""
+        while self._step(lambda _: None, 0.0):
+            pass  # what has come already
         while not done() and time.monotonic() < until:
             self._step(lambda _: None, until)
-            known = self._offers.keys() | self._ignored | {node for node, _ in self._asked.values()}
-            self._question(sorted(self._online - known), number)
 
-    def _step(self, take: Callable[[Message], None], until: float) -> None:
+    def _step(self, take: Callable[[Message], None], until: float) -> bool:
         """Handle the next message, if one comes soon; now and then see who is connected."""
         now = time.monotonic()
         if now - self._looked >= REFRESH_S:
@@ -185,7 +188,7 @@ class Roster:
             self._refresh(set(self._office.nodes()), now)
         message = self._office.take(min(until - now, REFRESH_S / 4))
         if message is None:
-            return
+            return False
         asked = self._asked.pop(message.metadata.reply_to_message_id, None)
         if asked is None:
             take(message)
@@ -194,6 +197,7 @@ class Roster:
             log(INFO, "node %s did not answer: %s", asked[0], message.error.reason)
         else:
             self._welcome(asked[0], message)
+        return True
 
     def _refresh(self, online: set[int], now: float) -> None:
         self._online = online
@@ -204,6 +208,8 @@ class Roster:
             for name, (node, lapses) in self._asked.items()
             if node in online and now < lapses
         }
+        asked = {node for node, _ in self._asked.values()}
+        self._question(sorted(online - self._offers.keys() - self._ignored - asked), self._coming)
 
     def _question(self, nodes: Sequence[int], number: int) -> None:
         """Ask nodes who they are and what they can afford in a round."""
