@@ -14,7 +14,7 @@ import fcntl
 import json
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from logging import INFO
 from pathlib import Path
@@ -42,6 +42,7 @@ from anycostfl.workers import InProcess, one_thread
 
 LOCK = "server.lock"  # held by the server app; inside: the id of Flower's run
 FAILURE = "failure.txt"  # why the server app gave up
+TRIES = 50  # to get the lock, ten a second
 PACE = "pace.jsonl"  # where the seconds of each round went
 
 app = ServerApp()
@@ -77,10 +78,13 @@ def read_terms(table: UserConfig) -> Terms:
 def sole_server(folder: Path, run_id: int) -> Iterator[None]:
     """Hold the run directory; the lock goes when the process does, however it ends."""
     with (folder / LOCK).open("a+") as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError as error:
-            raise AnycostError(f"another server is at work on {folder}") from error
+        for _ in range(TRIES):  # whoever watches the run holds the lock for a moment, too
+            with suppress(BlockingIOError):
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            time.sleep(0.1)
+        else:
+            raise AnycostError(f"another server is at work on {folder}")
         file.truncate(0)
         file.write(str(run_id))
         file.flush()
