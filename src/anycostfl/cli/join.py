@@ -33,6 +33,9 @@ def join(
         bool, typer.Option("--all-data", help="Train on all of it, not on its part of the split")
     ] = False,
     threads: Annotated[int, typer.Option(help="Threads to train with; 0 is all cores")] = 0,
+    patience_s: Annotated[
+        float, typer.Option(help="How long to try an unreachable server; 0 is for ever")
+    ] = 0.0,
     insecure: Annotated[
         bool, typer.Option("--insecure", help="Plaintext, and anybody may listen")
     ] = False,
@@ -47,8 +50,8 @@ def join(
         load_profile(profile)
         given = {"--rate-bps": rate_bps, "--energy-j": energy_j}
         problems += [f"{n}: given {v:g}, allowed above 0" for n, v in given.items() if v <= 0]
-    if threads < 0 or latency_s < 0:
-        problems.append("--threads and --latency-s: allowed 0 or more")
+    counts = {"--threads": threads, "--latency-s": latency_s, "--patience-s": patience_s}
+    problems += [f"{n}: given {v:g}, allowed 0 or more" for n, v in counts.items() if v < 0]
     if problems:
         raise ConfigError(problems)
     from anycostfl.flower import device as apps  # noqa: PLC0415 - optional
@@ -67,7 +70,7 @@ def join(
     )
     signal.signal(signal.SIGTERM, _leave)
     try:
-        be_a_node(Address(server, trust, key), apps.app, setup)
+        be_a_node(Address(server, trust, key, patience_s), apps.app, setup)
     except KeyboardInterrupt:
         err.print("left the fleet")
         raise typer.Exit(130) from None

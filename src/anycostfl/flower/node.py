@@ -65,25 +65,31 @@ from anycostfl.flower.keys import private_key
 Answer = TypeVar("Answer")
 
 HEARTBEAT_S = 10.0  # Flower's least; after two missed ones a device counts as gone
-REFUSED_S = 60.0  # a device that crashed is refused until it counts as gone
+REFUSED_S = 45.0  # a device that crashed is refused until it counts as gone
 LOOK_MIN_S, LOOK_MAX_S = 0.1, 1.0  # between two looks for work
-UNREACHABLE_S = 30.0  # the longest pause before trying an unreachable server again
+PAUSE_MAX_S = 10.0  # before trying an unreachable server again
 
 
 class Refused(AnycostError):  # noqa: N818 - reads as what happened
     """The server does not let this device in."""
 
 
+class Unreachable(AnycostError):  # noqa: N818 - reads as what happened
+    """The server has not been there for too long."""
+
+
 @dataclass(frozen=True, slots=True)
 class Address:
     """Where the server is, how to recognise it, and the key to be recognised by.
 
-    Without a certificate to trust, the connection is plaintext and anybody may join.
+    Without a certificate to trust, the connection is plaintext and anybody may join. `patience_s`
+    is how long to try a server that cannot be reached; 0 is for ever.
     """
 
     server: str  # host:port
     trust: Path | None
     key: Path | None
+    patience_s: float = 0.0
 
 
 def join(address: Address, app: ClientApp, setup: Setup) -> None:
@@ -93,12 +99,13 @@ def join(address: Address, app: ClientApp, setup: Setup) -> None:
         run_id=0, node_id=0, node_config=setup.node_config(), state=RecordDict(), run_config={}
     )
     with _client(address, key) as client:
+        line = Line(address, client)
         while True:
-            node = _enter(client, address, key)
+            node = line.enter(key.public_key())
             log(INFO, "joined %s as node %s", address.server, node.node_id)
             with _heartbeat(client, node):
                 try:
-                    _converse(client, node, app, context)
+                    line.converse(node, app, context)
                 finally:
                     with suppress(httpx.HTTPError):
                         client.DeactivateNode(DeactivateNodeRequest(node_id=node.node_id))
@@ -117,49 +124,115 @@ def _client(address: Address, key: ec.EllipticCurvePrivateKey) -> FleetHttpClien
     )
 
 
-# --- coming in ------------------------------------------------------------------------------------
+class Line:
+    """A device's line to the server, which may be down for a while."""
 
+    def __init__(self, address: Address, client: FleetHttpClient) -> None:
+        self._address, self._client = address, client
 
-def _enter(client: FleetHttpClient, address: Address, key: ec.EllipticCurvePrivateKey) -> Node:
-    """Become a node; wait for a server that is not there yet."""
-    public = public_key_to_bytes(key.public_key())
-    request = ActivateNodeRequest(public_key=public, heartbeat_interval=HEARTBEAT_S)
-    if address.key is None:
-        with suppress(httpx.HTTPStatusError):  # it may be registered from an earlier time
-            _call(partial(client.RegisterNode, RegisterNodeFleetRequest(public_key=public)))
-    until = time.monotonic() + REFUSED_S
-    while True:
-        try:
-            return Node(node_id=_call(partial(client.ActivateNode, request)).node_id)
-        except httpx.HTTPStatusError as error:
-            if time.monotonic() > until:
-                raise Refused(
-                    f"{address.server} refuses this device ({_why(error)}). Is its public key "
-                    "among the server's keys/devices/*.pub, and no other process using it?"
-                ) from error
-            log(WARNING, "refused by the server (%s), trying again", _why(error))
-            time.sleep(2.0)
+    def enter(self, key: ec.EllipticCurvePublicKey) -> Node:
+        """Become a node; wait for a server that is not there yet."""
+        public = public_key_to_bytes(key)
+        request = ActivateNodeRequest(public_key=public, heartbeat_interval=HEARTBEAT_S)
+        if self._address.key is None:
+            registration = RegisterNodeFleetRequest(public_key=public)
+            with suppress(httpx.HTTPStatusError):  # it may be registered from an earlier time
+                self._call(partial(self._client.RegisterNode, registration))
+        until = time.monotonic() + REFUSED_S
+        while True:
+            try:
+                answer = self._call(partial(self._client.ActivateNode, request))
+                return Node(node_id=answer.node_id)
+            except httpx.HTTPStatusError as error:
+                if time.monotonic() > until:
+                    raise Refused(
+                        f"{self._address.server} refuses this device ({_why(error)}). Is its "
+                        "public key among the server's keys/devices/*.pub, and no other process "
+                        "using it?"
+                    ) from error
+                log(WARNING, "refused by the server (%s), trying again", _why(error))
+                time.sleep(2.0)
 
+    def converse(self, node: Node, app: ClientApp, context: Context) -> None:
+        """Answer messages until the server forgets this node."""
+        context.node_id = node.node_id
+        pause = LOOK_MIN_S
+        while True:
+            try:
+                found = self._call(
+                    partial(self._client.PullMessages, PullMessagesRequest(node=node))
+                )
+                if not found.messages_list:
+                    time.sleep(pause)
+                    pause = min(1.2 * pause, LOOK_MAX_S)
+                    continue
+                pause = LOOK_MIN_S
+                message = self._fetch(node, found)
+                begin = time.monotonic()
+                reply = _answer(app, message, context)
+                self._send(node, reply, time.monotonic() - begin)
+            except httpx.HTTPStatusError as error:
+                if error.response.status_code == httpx.codes.UNAUTHORIZED:
+                    return
+                log(WARNING, "the server does not take this: %s", _why(error))
+            except (ObjectPullError, ObjectPushError) as error:
+                log(WARNING, "a message was cut short: %s", error)
 
-def _why(error: httpx.HTTPStatusError) -> str:
-    return f"{error.response.status_code} {error.response.text[:200]}".strip()
+    def _fetch(self, node: Node, found: PullMessagesResponse) -> Message:
+        """The whole of a message."""
+        client, tree = self._client, found.message_object_trees[0]
+        run_id = found.messages_list[0].metadata.run_id
+        message: Message = pull_and_inflate_object_from_tree(
+            tree,
+            make_pull_object_fn_protobuf(client.PullObject, node, run_id),
+            make_confirm_message_received_fn_protobuf(client.ConfirmMessageReceived, node, run_id),
+            return_type=Message,
+            max_time=60.0,
+            initial_backoff=0.1,
+        )
+        message.metadata.__dict__["_message_id"] = tree.object_id
+        return message
 
+    def _send(self, node: Node, reply: Message, seconds: float) -> None:
+        """Push a reply and everything in it."""
+        reply.metadata.__dict__["_message_id"] = reply.object_id
+        client, run_id = self._client, reply.metadata.run_id
+        with no_object_id_recompute():
+            parts = get_all_nested_objects(reply)
+            request = PushMessagesRequest(
+                node=node,
+                messages_list=[message_to_proto(remove_content_from_message(reply))],
+                message_object_trees=[get_object_tree(reply)],
+                clientapp_runtime_list=[seconds],
+            )
+            taken = self._call(partial(client.PushMessages, request))
+            push = make_push_object_fn_protobuf(client.PushObject, node, run_id, taken.session_id)
+            push_objects(
+                parts,
+                lambda name, content: self._call(partial(push, name, content)),
+                object_ids_to_push=set(taken.objects_to_push),
+            )
 
-def _call(request: Callable[[], Answer]) -> Answer:
-    """Ask the server until it can be reached; a certificate that does not fit is final."""
-    pause = 0.5
-    while True:
-        try:
-            return request()
-        except httpx.TransportError as error:
-            if "CERTIFICATE" in str(error) or "SSL" in str(error):
-                raise Refused(
-                    f"the server is not who it should be: {error}. Give the ca.crt that its "
-                    "certificate was made with, and an address that the certificate names"
-                ) from error
-            log(WARNING, "the server cannot be reached (%s), trying again", error)
-            time.sleep(pause)
-            pause = min(2 * pause, UNREACHABLE_S)
+    def _call(self, request: Callable[[], Answer]) -> Answer:
+        """Ask the server until it can be reached; a certificate that does not fit is final."""
+        pause, begin = 0.5, time.monotonic()
+        while True:
+            try:
+                return request()
+            except httpx.TransportError as error:
+                if "CERTIFICATE" in str(error) or "SSL" in str(error):
+                    raise Refused(
+                        f"the server is not who it should be: {error}. Give the ca.crt that its "
+                        "certificate was made with, and an address that the certificate names"
+                    ) from error
+                gone_s, patience_s = time.monotonic() - begin, self._address.patience_s
+                if patience_s and gone_s + pause > patience_s:
+                    raise Unreachable(
+                        f"{self._address.server} cannot be reached: {error}"
+                    ) from error
+                log(WARNING, "the server cannot be reached (%s), trying again", error)
+                time.sleep(pause)
+                pause = min(2 * pause, PAUSE_MAX_S)
 
 
 @contextmanager
@@ -173,62 +246,20 @@ def _heartbeat(client: FleetHttpClient, node: Node) -> Iterator[None]:
             with suppress(httpx.HTTPError):
                 client.SendNodeHeartbeat(request)
 
-    thread = threading.Thread(target=beat, daemon=True)
-    thread.start()
+    threading.Thread(target=beat, daemon=True).start()
     try:
         yield
     finally:
         stop.set()
 
 
-# --- messages -------------------------------------------------------------------------------------
-
-
-def _converse(client: FleetHttpClient, node: Node, app: ClientApp, context: Context) -> None:
-    """Answer messages until the server forgets this node."""
-    context.node_id = node.node_id
-    pause = LOOK_MIN_S
-    while True:
-        try:
-            found = _call(partial(client.PullMessages, PullMessagesRequest(node=node)))
-            if not found.messages_list:
-                time.sleep(pause)
-                pause = min(1.2 * pause, LOOK_MAX_S)
-                continue
-            pause = LOOK_MIN_S
-            message = _fetch(client, node, found)
-            begin = time.monotonic()
-            reply = _reply(app, message, context)
-            _send(client, node, reply, time.monotonic() - begin)
-        except httpx.HTTPStatusError as error:
-            if error.response.status_code == httpx.codes.UNAUTHORIZED:
-                return
-            log(WARNING, "the server does not take this: %s", _why(error))
-        except (ObjectPullError, ObjectPushError) as error:
-            log(WARNING, "a message was cut short: %s", error)
-
-
-def _fetch(client: FleetHttpClient, node: Node, found: PullMessagesResponse) -> Message:
-    """The whole of a message."""
-    tree, run_id = found.message_object_trees[0], found.messages_list[0].metadata.run_id
-    message: Message = pull_and_inflate_object_from_tree(
-        tree,
-        make_pull_object_fn_protobuf(client.PullObject, node, run_id),
-        make_confirm_message_received_fn_protobuf(client.ConfirmMessageReceived, node, run_id),
-        return_type=Message,
-        max_time=60.0,
-        initial_backoff=0.1,
-    )
-    message.metadata.__dict__["_message_id"] = tree.object_id
-    return message
-
-
-def _reply(app: ClientApp, message: Message, context: Context) -> Message:
+def _answer(app: ClientApp, message: Message, context: Context) -> Message:
     """What the app answers; what goes wrong in it is an answer too."""
-    TaskIdentity.run_id, TaskIdentity.node_id = message.metadata.run_id, context.node_id
-    TaskIdentity.task_id = message.metadata.dst_task_id or 0
-    context.run_id = message.metadata.run_id
-    log(INFO, "round %s: %s", message.metadata.group_id, message.metadata.message_type)
+    about = message.metadata
+    TaskIdentity.run_id, TaskIdentity.node_id = about.run_id, context.node_id
+    TaskIdentity.task_id = about.dst_task_id or 0
+    context.run_id = about.run_id
+    log(INFO, "round %s: %s", about.group_id, about.message_type)
     try:
         return app(message, context)
     except Exception as error:  # a device outlives whatever a message does to it
@@ -236,22 +267,5 @@ def _reply(app: ClientApp, message: Message, context: Context) -> Message:
         return Message(Error(ErrorCode.CLIENT_APP_RAISED_EXCEPTION, str(error)), reply_to=message)
 
 
-def _send(client: FleetHttpClient, node: Node, reply: Message, seconds: float) -> None:
-    """Push a reply and everything in it."""
-    reply.metadata.__dict__["_message_id"] = reply.object_id
-    run_id = reply.metadata.run_id
-    with no_object_id_recompute():
-        parts = get_all_nested_objects(reply)
-        request = PushMessagesRequest(
-            node=node,
-            messages_list=[message_to_proto(remove_content_from_message(reply))],
-            message_object_trees=[get_object_tree(reply)],
-            clientapp_runtime_list=[seconds],
-        )
-        taken = _call(partial(client.PushMessages, request))
-        push = make_push_object_fn_protobuf(client.PushObject, node, run_id, taken.session_id)
-        push_objects(
-            parts,
-            lambda name, content: _call(partial(push, name, content)),
-            object_ids_to_push=set(taken.objects_to_push),
-        )
+def _why(error: httpx.HTTPStatusError) -> str:
+    return f"{error.response.status_code} {error.response.text[:200]}".strip()

@@ -31,7 +31,7 @@ from anycostfl.coupling import tensors_of
 from anycostfl.errors import AnycostError
 from anycostfl.experiment import prepare
 from anycostfl.flower.messages import Ask, Task, pack_weights
-from anycostfl.flower.post import PostOffice
+from anycostfl.flower.post import PostOffice, quicken
 from anycostfl.flower.roster import Roster, Terms
 from anycostfl.methods import State
 from anycostfl.rounds import Assignment, Outcome, assign, describe, evaluate, is_due, receive
@@ -51,6 +51,7 @@ app = ServerApp()
 @app.main()
 def main(grid: Grid, context: Context) -> None:
     """Play the run of a run directory from where it stopped."""
+    quicken()
     folder = Path(str(context.run_config["run-dir"]))
     with sole_server(folder, context.run_id):
         try:
