@@ -10,13 +10,21 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Sequence
+from functools import partial
 from queue import Empty, SimpleQueue
 
 from flwr.app import Message
 from flwr.serverapp import Grid
+from flwr.supercore.inflatable.inflatable_utils import pull_objects
+from flwr.superlink.grid import http_grid
 
 LOOK_S = 0.1  # between two looks for a reply
 WATCHERS = 16  # threads for the replies of one mailing
+
+
+def quicken() -> None:
+    """Look soon again for a part of a reply that is on its way; Flower waits a second first."""
+    vars(http_grid)["pull_objects"] = partial(pull_objects, initial_backoff=0.05)
 
 
 class PostOffice:

@@ -189,13 +189,15 @@ class Roster:
         message = self._office.take(min(until - now, REFRESH_S / 4))
         if message is None:
             return False
-        asked = self._asked.pop(message.metadata.reply_to_message_id, None)
+        name = message.metadata.reply_to_message_id
+        asked = self._asked.get(name)
         if asked is None:
             take(message)
             self._renew(message)
         elif message.has_error():
             log(INFO, "node %s did not answer: %s", asked[0], message.error.reason)
         else:
+            del self._asked[name]
             self._welcome(asked[0], message)
         return True
 

@@ -14,7 +14,7 @@ import fcntl
 import json
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from logging import INFO
 from pathlib import Path
@@ -31,7 +31,7 @@ from anycostfl.coupling import tensors_of
 from anycostfl.errors import AnycostError
 from anycostfl.experiment import prepare
 from anycostfl.flower.messages import Ask, Task, pack_weights
-from anycostfl.flower.post import PostOffice
+from anycostfl.flower.post import PostOffice, quicken
 from anycostfl.flower.roster import Roster, Terms
 from anycostfl.methods import State
 from anycostfl.rounds import Assignment, Outcome, assign, describe, evaluate, is_due, receive
@@ -42,6 +42,7 @@ from anycostfl.workers import InProcess, one_thread
 
 LOCK = "server.lock"  # held by the server app; inside: the id of Flower's run
 FAILURE = "failure.txt"  # why the server app gave up
+TRIES = 50  # to get the lock, ten a second
 PACE = "pace.jsonl"  # where the seconds of each round went
 
 app = ServerApp()
@@ -50,6 +51,7 @@ app = ServerApp()
 @app.main()
 def main(grid: Grid, context: Context) -> None:
     """Play the run of a run directory from where it stopped."""
+    quicken()
     folder = Path(str(context.run_config["run-dir"]))
     with sole_server(folder, context.run_id):
         try:
@@ -77,10 +79,13 @@ def read_terms(table: UserConfig) -> Terms:
 def sole_server(folder: Path, run_id: int) -> Iterator[None]:
     """Hold the run directory; the lock goes when the process does, however it ends."""
     with (folder / LOCK).open("a+") as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError as error:
-            raise AnycostError(f"another server is at work on {folder}") from error
+        for _ in range(TRIES):  # whoever watches the run holds the lock for a moment, too
+            with suppress(BlockingIOError):
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            time.sleep(0.1)
+        else:
+            raise AnycostError(f"another server is at work on {folder}")
         file.truncate(0)
         file.write(str(run_id))
         file.flush()
