@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Annotated, Any, TypeVar, get_args, get_origin, get_type_hints
 
 from anycostfl import models
+from anycostfl.aggregate import Rules
 from anycostfl.checks import Count, Interval, OneOf, Positive, check_fields, rule_problems
 from anycostfl.errors import ConfigError, UnknownName
 from anycostfl.types import FleetSpec, Limits, Profile, Workload
@@ -102,6 +103,7 @@ class Config:
     model: Model
     run: Run
     limits: Limits = field(default_factory=Limits)
+    aggregation: Rules = field(default_factory=Rules)
     rates: Mapping[str, float] = field(default_factory=dict)
     summary: str = ""
 

@@ -16,7 +16,7 @@ from anycostfl.coupling import tensors_of
 from anycostfl.experiment import prepare
 from anycostfl.fleet import draw_cohort
 from anycostfl.methods import State
-from anycostfl.rounds import Outcome, assign, describe, evaluate, is_due, receive
+from anycostfl.rounds import accepted, assign, describe, evaluate, is_due, receive
 from anycostfl.runs import Snapshot, Turn, Turns
 from anycostfl.types import RoundRecord
 from anycostfl.workers import one_thread, open_executor
@@ -56,9 +56,9 @@ def play(config: Config, *, workers: int = 1, start: Snapshot | None = None) -> 
             assignments = assign(config, side, cohort, strategies, number)
 
             replies = executor.perform([a.job(memories) for a in assignments])
-            outcomes: list[Outcome] = []
-            accepted = receive(method, assignments, replies, outcomes)
-            net.load(aggregate(tensors_of(net.module), accepted))
+            outcomes = receive(method, assignments, replies)
+            updates = accepted(method, outcomes, config.aggregation)
+            net.load(aggregate(tensors_of(net.module), updates, config.aggregation))
             memories |= {o.reply.device: o.reply.memory for o in outcomes if o.reply.memory}
 
             accuracy = evaluate(side, executor) if is_due(config, number) else None

@@ -34,7 +34,16 @@ from anycostfl.flower.messages import Ask, Task, pack_weights
 from anycostfl.flower.post import PostOffice, quicken
 from anycostfl.flower.roster import Roster, Terms
 from anycostfl.methods import State
-from anycostfl.rounds import Assignment, Outcome, assign, describe, evaluate, is_due, receive
+from anycostfl.rounds import (
+    Assignment,
+    Outcome,
+    accepted,
+    assign,
+    describe,
+    evaluate,
+    is_due,
+    receive,
+)
 from anycostfl.runs import Snapshot, Turn, Turns, keep, take_up
 from anycostfl.shrink import ElasticModel
 from anycostfl.types import DeviceRecord, RoundRecord
@@ -110,6 +119,7 @@ def play(
     if start is not None:
         net.load(start.state)
         moved = dict(start.memories)
+    limits = config.limits_of(config.run.method)
     first = start.round if start else 0
     pace = pace or Pace()
 
@@ -124,7 +134,7 @@ def play(
             gathered = roster.gather(number, least)
             pace.lap("gather_s")
             cohort = gathered.cohort
-            strategies = method.plan(cohort.devices, config.workload, config.limits)
+            strategies = method.plan(cohort.devices, config.workload, limits)
             assignments = assign(config, side, cohort, strategies, number)
             tasks = make_tasks(net, roster.ask(number), assignments, moved)
             pace.lap("plan_s")
@@ -132,14 +142,10 @@ def play(
             answers = roster.perform(tasks)
             pace.lap("devices_s")
             pace.note("slowest_device_s", max((a.busy_s for a in answers), default=0.0))
-            outcomes: list[Outcome] = []
             replies = (answer.reply for answer in answers)
-            state = aggregate(
-                tensors_of(net.module), receive(method, assignments, replies, outcomes)
-            )
-            outcomes = enough(outcomes, terms.min_replies)
-            if any(outcome.status == "ok" for outcome in outcomes):
-                net.load(state)
+            outcomes = enough(receive(method, assignments, replies), terms.min_replies)
+            updates = accepted(method, outcomes, config.aggregation)
+            net.load(aggregate(tensors_of(net.module), updates, config.aggregation))
             if method.sorts_channels:
                 moved |= {a.reply.device: stay(net) for a in answers if a.remembers}
             pace.lap("aggregate_s")
