@@ -20,6 +20,7 @@ from typing import Annotated, Any, TypeVar, get_args, get_origin, get_type_hints
 
 from anycostfl import models
 from anycostfl.aggregate import Rules
+from anycostfl.attacks import Attack
 from anycostfl.checks import Count, Interval, OneOf, Positive, check_fields, rule_problems
 from anycostfl.errors import ConfigError, UnknownName
 from anycostfl.types import FleetSpec, Limits, Profile, Workload
@@ -104,6 +105,7 @@ class Config:
     run: Run
     limits: Limits = field(default_factory=Limits)
     aggregation: Rules = field(default_factory=Rules)
+    attack: Attack = field(default_factory=Attack)
     rates: Mapping[str, float] = field(default_factory=dict)
     summary: str = ""
 

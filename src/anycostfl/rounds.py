@@ -45,10 +45,10 @@ class Assignment:
     seed: int
     weight: float
 
-    def job(self, memories: Mapping[int, State]) -> Job:
-        """What the device has to know."""
-        memory = memories.get(self.device)
-        return Job(self.device, self.plan.alpha, self.upload, self.seed, memory)
+    def job(self, memories: Mapping[int, State], liars: Mapping[int, str]) -> Job:
+        """What the device has to know, and how it lies in an experiment with liars."""
+        memory, lie = memories.get(self.device), liars.get(self.device, "")
+        return Job(self.device, self.plan.alpha, self.upload, self.seed, memory, lie)
 
 
 def assign(

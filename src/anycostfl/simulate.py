@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from anycostfl import attacks
 from anycostfl.aggregate import aggregate
 from anycostfl.config import Config, load_profile
 from anycostfl.coupling import tensors_of
@@ -34,6 +35,7 @@ def play(config: Config, *, workers: int = 1, start: Snapshot | None = None) -> 
     net, method = side.net, side.method
     profiles = {name: load_profile(name) for name in config.fleet.profiles}
     limits = config.limits_of(config.run.method)
+    liars = attacks.liars(config.attack, config.fleet.devices, config.run.seed)
     memories: dict[int, State] = {}
     if start is not None:
         net.load(start.state)
@@ -55,7 +57,7 @@ def play(config: Config, *, workers: int = 1, start: Snapshot | None = None) -> 
             strategies = method.plan(cohort.devices, config.workload, limits)
             assignments = assign(config, side, cohort, strategies, number)
 
-            replies = executor.perform([a.job(memories) for a in assignments])
+            replies = executor.perform([a.job(memories, liars) for a in assignments])
             outcomes = receive(method, assignments, replies)
             updates = accepted(method, outcomes, config.aggregation)
             net.load(aggregate(tensors_of(net.module), updates, config.aggregation))
