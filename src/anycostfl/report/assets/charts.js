@@ -42,11 +42,12 @@ function axis(more) {
 
 /**
  * Draw or draw again. `data` is uPlot's: x, then one array per series. `describe(index)` puts the
- * point under the cursor into words, `rest` is said without one. `marks` are horizontal lines:
- * [value, label].
+ * point under the cursor into words, `rest` is said without one; `tabulate()` gives the numbers.
+ * `marks` are horizontal lines: [value, label].
  */
-function draw(view, { data, series, x, y, height = 280, describe, rest, marks = [], bands = [] }) {
+function draw(view, { data, series, x, y, height = 280, describe, rest, tabulate, marks = [], bands = [] }) {
   view.chart?.destroy();
+  view.tabulate = tabulate;
   const last = data[0].length - 1;
   const say = (index) => { view.readout.textContent = index != null ? describe(index) : rest ?? (last < 0 ? "" : describe(last)); };
   const options = {

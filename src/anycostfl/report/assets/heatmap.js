@@ -16,12 +16,16 @@ const RAMPS = {
   dark: [[33, 52, 58], [38, 92, 102], [64, 150, 163], [122, 205, 213], [214, 245, 246]],
 };
 
-/** The colour at a share of the ramp. */
-function rampColour(share) {
+const SHADES = 256;
+
+/** The colours of the ramp, from the lowest value to the highest. */
+function shades() {
   const stops = RAMPS[isDark() ? "dark" : "light"];
-  const place = Math.min(1, Math.max(0, share)) * (stops.length - 1);
-  const low = Math.min(Math.floor(place), stops.length - 2);
-  return stops[low].map((from, k) => Math.round(from + (stops[low + 1][k] - from) * (place - low)));
+  return Array.from({ length: SHADES }, (_, shade) => {
+    const place = (shade / (SHADES - 1)) * (stops.length - 1);
+    const low = Math.min(Math.floor(place), stops.length - 2);
+    return stops[low].map((from, k) => Math.round(from + (stops[low + 1][k] - from) * (place - low)));
+  });
 }
 
 function rgb(text) {
@@ -48,12 +52,14 @@ function colouring(run, quantity) {
   const values = run.indices.filter((i) => run.isOk(i)).map((i) => value(run, i)).filter(isNumber);
   const [low, high] = extent(values);
   const share = (v) => (isNumber(v) ? (high > low ? (v - low) / (high - low) : 0.5) : 0);
+  const ramp = shades();
+  const shade = (v) => ramp[Math.round(share(v) * (SHADES - 1))];
   const scale = make("span", { class: "ramp", "aria-hidden": "true" });
-  const stops = [0, 0.25, 0.5, 0.75, 1].map((s) => `rgb(${rampColour(s).join(" ")})`);
+  const stops = [0, 64, 128, 192, 255].map((place) => `rgb(${ramp[place].join(" ")})`);
   scale.style.background = `linear-gradient(90deg, ${stops.join(", ")})`;
   const key = legend(rest);
   key.prepend(make("li", {}, show(low), scale, show(high)));
-  return { paint: status((i) => rampColour(share(value(run, i)))), legend: key };
+  return { paint: status((i) => shade(value(run, i))), legend: key };
 }
 
 function extent(values) {
@@ -120,7 +126,9 @@ function paintPixels(pen, run, paint, { left, inner, high, columns, rows }) {
   for (const i of run.indices) {
     const row = run.rowOf.get(run.devices.device[i]);
     if (row === undefined) continue;
-    image.data.set([...paint(i), 255], 4 * (row * columns + run.roundOf[i]));
+    const place = 4 * (row * columns + run.roundOf[i]);
+    [image.data[place], image.data[place + 1], image.data[place + 2]] = paint(i);
+    image.data[place + 3] = 255;
   }
   small.putImageData(image, 0, 0);
   pen.imageSmoothingEnabled = inner < columns || high < rows;

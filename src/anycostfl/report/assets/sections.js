@@ -100,8 +100,8 @@ function drawAccuracy(view, runs, cost) {
     marks: targets(runs),
     describe: (i) => `${cost === "round" ? "After round" : "At"} ${[number(data[0][i], 4), unit].join(" ").trim()}: `
       + values(i).map(([name, v]) => `${runs.length > 1 ? `${name} ` : ""}${v.toFixed(2)} %`).join(", "),
+    tabulate: () => accuracyTable(runs),
   });
-  view.tabulate = () => accuracyTable(runs);
 }
 
 /** The targets of the runs, each once. */
@@ -215,9 +215,9 @@ function drawBand(view, run, title, values) {
     y: {},
     height: 200,
     describe: (i) => `Round ${i + 1}: ${number(middle[i])} (${number(low[i])} to ${number(high[i])})`,
+    tabulate: () => table(`${title} over rounds`, ["round", "lowest tenth", "median", "highest tenth"],
+      run.spent.round.map((round, i) => [String(round), number(low[i]), number(middle[i]), number(high[i])])),
   });
-  view.tabulate = () => table(`${title} over rounds`, ["round", "lowest tenth", "median", "highest tenth"],
-    run.spent.round.map((round, i) => [String(round), number(low[i]), number(middle[i]), number(high[i])]));
 }
 
 function boundSection() {
@@ -261,8 +261,8 @@ function drawSlack(view, run, name) {
     describe: (i) => `${bin(i)} of the budget: ${counted(tally[i], "time")}`,
     rest: `Half of them used ${percent(quantile([...used].sort((a, b) => a - b), 0.5))} or more; `
       + (beyond.length ? `${counted(beyond.length, "time")} more than the whole, at most ${percent(Math.max(...beyond))}.` : "never more than the whole."),
+    tabulate: () => table(label, ["share of the budget", "times"], tally.map((n, i) => [bin(i), count(n)])),
   });
-  view.tabulate = () => table(label, ["share of the budget", "times"], tally.map((n, i) => [bin(i), count(n)]));
 }
 
 // --- where it went ----------------------------------------------------------------------------
@@ -300,8 +300,10 @@ function splitTable(run) {
   return view;
 }
 
+const SPLIT = ["computing", "uploading"];
+
 /** Two series stacked: the sum behind, the first part in front. */
-function drawStack(view, { places, label, first, second, names, describe, shape }) {
+function drawStack(view, { places, label, first, second, describe, shape, tabulate }) {
   const top = Math.max(...first.map((value, i) => value + second[i]), 0);
   const [unit, size] = unitFor("joules", top);
   const scaled = (values) => values.map((value) => value / size);
@@ -312,12 +314,11 @@ function drawStack(view, { places, label, first, second, names, describe, shape 
     x: { label },
     y: { values: (_, ticks) => ticks.map((v) => `${v} ${unit}`), range: (_, __, high) => [0, high || 1], size: 60 },
     height: 220,
-    describe: (i) => `${describe(i)}: ${names[0]} ${amount("joules", first[i])}, ${names[1]} ${amount("joules", second[i])}`,
+    describe: (i) => `${describe(i)}: ${SPLIT[0]} ${amount("joules", first[i])}, ${SPLIT[1]} ${amount("joules", second[i])}`,
+    tabulate,
   });
-  view.key.replaceChildren(legend([[colours[1], names[0]], [colours[0], names[1]]]));
+  view.key.replaceChildren(legend([[colours[1], SPLIT[0]], [colours[0], SPLIT[1]]]));
 }
-
-const SPLIT = ["computing", "uploading"];
 
 function drawRoundEnergy(view, run) {
   const { compute_j: first, upload_j: second } = run.rounds;
@@ -328,12 +329,11 @@ function drawRoundEnergy(view, run) {
     label: "round",
     first,
     second,
-    names: SPLIT,
     describe: (i) => `Round ${i + 1}`,
-    shape: few ? (ink) => bars(ink) : area,
+    shape: few ? bars : area,
+    tabulate: () => table("Energy of every round", ["round", ...SPLIT],
+      run.spent.round.map((round, i) => [String(round), amount("joules", first[i]), amount("joules", second[i])])),
   });
-  view.tabulate = () => table("Energy of every round", ["round", ...SPLIT],
-    run.spent.round.map((round, i) => [String(round), amount("joules", first[i]), amount("joules", second[i])]));
 }
 
 function drawDeviceEnergy(view, run) {
@@ -347,12 +347,11 @@ function drawDeviceEnergy(view, run) {
     label: "devices, the one that spent most first",
     first: devices.map((d) => d.first),
     second: devices.map((d) => d.second),
-    names: SPLIT,
     describe: (i) => `Device ${devices[i].device}`,
-    shape: (ink) => bars(ink),
+    shape: bars,
+    tabulate: () => table("Energy of every device", ["device", ...SPLIT],
+      devices.map((d) => [String(d.device), amount("joules", d.first), amount("joules", d.second)])),
   });
-  view.tabulate = () => table("Energy of every device", ["device", ...SPLIT],
-    devices.map((d) => [String(d.device), amount("joules", d.first), amount("joules", d.second)]));
 }
 
 // --- who did not ------------------------------------------------------------------------------
@@ -385,23 +384,23 @@ function absentSection() {
 function widthsSection() {
   const element = section("widths", "Sub-models", "The trained model, cut to other widths.");
   const view = figure(element, "Accuracy over width α", "Accuracy of sub-models over their width. Left and right arrows read it out.");
-  const rows = element.appendChild(make("div", { class: "card" }));
   return ({ runs }) => {
     const measured = runs.map((run, k) => ({ run, k })).filter(({ run }) => run.widths.length);
     element.hidden = !measured.length;
     byId("contents").querySelector('[href="#widths"]').hidden = element.hidden;
     if (element.hidden) return;
     const data = uPlot.join(measured.map(({ run }) => [run.widths.map((w) => w.alpha), run.widths.map((w) => 100 * w.accuracy)]));
+    const named = runs.length > 1;
+    const words = ({ run }, value) => `${named ? `${run.name} ` : ""}${isNumber(value) ? `${value.toFixed(2)} %` : "–"}`;
     draw(view, {
       data,
       series: measured.map(({ k }) => line(hue(k), { points: { show: true, size: 7 } })),
       x: { label: "width α" },
       y: { values: (_, ticks) => ticks.map((v) => `${v} %`) },
-      describe: (i) => `α ${number(data[0][i])}: ` + measured.map(({ run }, k) => `${runs.length > 1 ? `${run.name} ` : ""}${isNumber(data[k + 1][i]) ? data[k + 1][i].toFixed(2) : "–"} %`).join(", "),
+      describe: (i) => `α ${number(data[0][i])}: ${measured.map((one, k) => words(one, data[k + 1][i])).join(", ")}`,
+      tabulate: () => make("div", {}, ...measured.map(({ run }) => widthsTable(run, named))),
     });
-    const tables = measured.map(({ run }) => widthsTable(run, runs.length > 1));
-    view.tabulate = () => make("p", {}, "Below.");
-    rows.replaceChildren(...tables);
+    view.key.replaceChildren(...(named ? [legend(measured.map(({ run, k }) => [hue(k), run.name]))] : []));
   };
 }
 
