@@ -191,32 +191,37 @@ const STRATEGY = [
 ];
 
 function strategySection() {
-  const element = section("strategies", "Strategies", "The median device of every round; the band holds eight of ten.");
+  const element = section("strategies", "Strategies", "The median device of a round, or of several rounds where there are many; the band holds eight of ten.");
   const grid = element.appendChild(make("div", { class: "trio" }));
   const views = STRATEGY.map(([, title, unit]) => figure(grid, `${title}, ${unit}`, `${title} over rounds. Left and right arrows read it out.`));
   return (run) => {
-    const perRound = Array.from({ length: run.length }, () => []);
-    for (const i of run.indices.filter(run.isOk)) perRound[run.roundOf[i]].push(i);
-    STRATEGY.forEach(([name, title], k) => drawBand(views[k], run, title, perRound.map((entries) =>
+    const step = Math.ceil(run.length / MOST_POINTS) || 1;
+    const groups = Array.from({ length: Math.ceil(run.length / step) }, () => []);
+    for (const i of run.indices.filter(run.isOk)) groups[Math.floor(run.roundOf[i] / step)].push(i);
+    const rounds = groups.map((_, k) => [k * step + 1, Math.min((k + 1) * step, run.length)]);
+    STRATEGY.forEach(([name, title], k) => drawBand(views[k], title, rounds, groups.map((entries) =>
       entries.map((i) => run.devices[name][i]).filter(isNumber).sort((a, b) => a - b))));
   };
 }
 
-/** Median and the middle eight tenths of sorted values per round. */
-function drawBand(view, run, title, values) {
+const MOST_POINTS = 200;
+
+/** Median and the middle eight tenths of sorted values per group of rounds. */
+function drawBand(view, title, rounds, values) {
+  const name = ([from, to]) => (from === to ? String(from) : `${from} to ${to}`);
   const [low, middle, high] = [0.1, 0.5, 0.9].map((share) => values.map((sorted) => quantile(sorted, share)));
   const ink = colour("accent");
   const edge = { stroke: "transparent", width: 0, points: { show: false }, spanGaps: true };
   draw(view, {
-    data: [run.spent.round, high, low, middle],
+    data: [rounds.map(([from, to]) => (from + to) / 2), high, low, middle],
     series: [edge, edge, line(ink, { points: { show: false } })],
     bands: [{ series: [1, 2], fill: pale(ink, 0.18) }],
     x: { label: "round" },
     y: {},
     height: 200,
-    describe: (i) => `Round ${i + 1}: ${number(middle[i])} (${number(low[i])} to ${number(high[i])})`,
+    describe: (i) => `Round ${name(rounds[i])}: ${number(middle[i])} (${number(low[i])} to ${number(high[i])})`,
     tabulate: () => table(`${title} over rounds`, ["round", "lowest tenth", "median", "highest tenth"],
-      run.spent.round.map((round, i) => [String(round), number(low[i]), number(middle[i]), number(high[i])])),
+      rounds.map((span, i) => [name(span), number(low[i]), number(middle[i]), number(high[i])])),
   });
 }
 
@@ -230,7 +235,7 @@ function boundSection() {
     const all = Math.max(sum(run.bindKinds.map((kind) => kind.times)), 1);
     const rows = run.bindKinds.map((kind) => [
       kind.words, meter([[kind.times / all, colour("accent")]]), percent(kind.times / all), count(kind.times)]);
-    list.replaceChildren(table("Devices and rounds by what bound them", ["bound by", "", "share", "times"], rows));
+    list.replaceChildren(table("Devices and rounds by what bound them", ["bound by", "as a bar", "share", "times"], rows));
     for (const [name, view] of views) drawSlack(view, run, name);
   };
 }
@@ -290,7 +295,7 @@ function splitTable(run) {
     const colours = [colour("accent"), colour("second")];
     return [what, amount(kind, total), meter(parts.map(([, value], k) => [share(value), colours[k]])), words];
   };
-  const view = table("Totals of the run", ["what", "total", "", "of it"], [
+  const view = table("Totals of the run", ["what", "total", "as a bar", "of it"], [
     split("Energy of all devices", "joules", [["computing", sum(rounds.compute_j)], ["uploading", sum(rounds.upload_j)]]),
     split("Time, of the slowest device of each round", "seconds", [["computing", sum(rounds.compute_s)], ["uploading", sum(rounds.upload_s)]]),
     split("Bytes", "bytes", [["down (sub-models)", sum(rounds.bytes_down)], ["up (updates)", sum(rounds.bytes_up)]]),
