@@ -14,7 +14,7 @@ import subprocess
 import sys
 import threading
 import zlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from decimal import Decimal
 from pathlib import Path
 
@@ -23,7 +23,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import anycostfl.report
+from anycostfl.cli.report import report
+from anycostfl.cli.watch import watch
 from anycostfl.config import to_toml
+from anycostfl.errors import AnycostError
 from anycostfl.records import CONFIG, ENVIRONMENT, JOURNAL, WIDTHS, StorageError, read_journal
 from anycostfl.report import LiveServer, gather, render, write_page
 from anycostfl.report.gather import Document, _rounded
@@ -98,7 +101,9 @@ def test_sub_models_are_shown_if_they_were_measured(tmp_path: Path) -> None:
 # --- damage and malice ----------------------------------------------------------------------------
 
 
-def test_a_damaged_journal_is_read_up_to_the_damage_and_the_page_says_so(tmp_path: Path) -> None:
+def test_a_damaged_journal_is_read_up_to_the_damage_and_that_is_said(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     planned_run(tmp_path / "run", "run.rounds=5")
     journal = tmp_path / "run" / JOURNAL
     lines = journal.read_bytes().splitlines(keepends=True)
@@ -106,9 +111,8 @@ def test_a_damaged_journal_is_read_up_to_the_damage_and_the_page_says_so(tmp_pat
     run = gather(tmp_path / "run")
     assert len(run["rounds"]["accuracy"]) == 3
     assert "damaged from line 4" in run["remarks"][0]
-    done = call("report", "run", cwd=tmp_path)
-    assert done.returncode == 0
-    assert "damaged from line 4" in " ".join(done.stderr.split())
+    report([tmp_path / "run"])
+    assert "damaged from line 4" in " ".join(capsys.readouterr().err.split())
 
 
 @pytest.mark.parametrize(
@@ -222,8 +226,7 @@ def call(*arguments: str, cwd: Path) -> subprocess.CompletedProcess[str]:
 def test_report_writes_into_the_run_or_compares_several(tmp_path: Path) -> None:
     planned_run(tmp_path / "a", "run.rounds=3")
     planned_run(tmp_path / "b" / "a", "run.rounds=2", "run.method=fedavg")
-    one = call("report", "a", cwd=tmp_path)
-    assert one.returncode == 0, one.stderr
+    report([tmp_path / "a"])
     assert (tmp_path / "a/report.html").exists()
     both = call("report", "a", "b/a", "--json", cwd=tmp_path)
     told = json.loads(both.stdout)
@@ -235,19 +238,30 @@ def test_report_writes_into_the_run_or_compares_several(tmp_path: Path) -> None:
     assert names == ["a", "b/a"]
 
 
-def test_mistakes_end_with_one_message_and_code_two(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("command", "message"),
+    [
+        (lambda: report([Path("nowhere")]), "nowhere holds no run"),
+        (lambda: report([Path("a"), Path("nowhere")]), "nowhere holds no run"),
+        (lambda: report([Path("a")], Path("no/such.html")), "cannot write no/such.html"),
+        (lambda: watch([Path("nowhere")]), "nowhere holds no run"),
+        (lambda: watch([Path("a")], 99_999), "choose another --port"),
+    ],
+)
+def test_mistakes_are_said(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, command: Callable[[], None], message: str
+) -> None:
     planned_run(tmp_path / "a", "run.rounds=1")
-    for arguments, message in (
-        (["report", "nowhere"], "holds no run"),
-        (["report", "a", "nowhere"], "holds no run"),
-        (["report", "a", "--out", "no/such/place.html"], "cannot write no/such/place.html"),
-        (["watch", "nowhere"], "holds no run"),
-        (["watch", "a", "--port", "99999"], "choose another --port"),
-    ):
-        done = call(*arguments, cwd=tmp_path)
-        assert done.returncode == 2, (arguments, done.stderr)
-        assert message in " ".join(done.stderr.split()), done.stderr
-        assert "Traceback" not in done.stderr
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(AnycostError, match=message):
+        command()
+
+
+def test_a_mistake_ends_with_one_message_and_code_two(tmp_path: Path) -> None:
+    done = call("report", "nowhere", cwd=tmp_path)
+    assert done.returncode == 2
+    assert "holds no run" in done.stderr
+    assert "Traceback" not in done.stderr
 
 
 def test_watch_says_where_and_ctrl_c_stops_it(tmp_path: Path) -> None:

@@ -86,11 +86,13 @@ def _train(
 ) -> bool:
     """Play the rounds into the run directory; True if Ctrl-C stopped it."""
     turns = keep(play(config, workers=workers, start=start), config, writer)
+    next_page = 0.0
     try:
         for turn in _watched(turns, config, records, quiet=quiet):
             records.append(turn.record)
-            if turn.after.round % config.run.checkpoint_every == 0:
+            if len(records) % config.run.checkpoint_every == 0 and len(records) >= next_page:
                 write_page([writer.folder])
+                next_page = 1.05 * len(records)  # so that pages of long runs cost little in all
     except KeyboardInterrupt:
         with suppress(KeyboardInterrupt):
             turns.close()
