@@ -39,6 +39,8 @@ bench: $(READY) ## Measure; takes minutes, wants a quiet machine
 	$(BIN)/python benchmarks/codec.py
 	$(BIN)/python benchmarks/planner.py
 	$(BIN)/python benchmarks/simulator.py
+	$(BIN)/python benchmarks/export_latency.py
+	$(BIN)/python benchmarks/device_profile.py
 
 clean: ## Remove the environment and all caches
 	rm -rf $(VENV) build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache

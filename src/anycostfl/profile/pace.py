@@ -1,10 +1,9 @@
 """How fast this machine trains the task's own model at several widths, and one speed for all.
 
 The cost model says that time is W·α/f with one W for all widths (Sec. IV-A); real time is near
-that, not on it: narrow layers fill vector units less well, some widths better than others. So the
-one speed is the middle, on a logarithmic scale, of the slowest and the fastest that was seen. No
-other keeps the largest relative error smaller. A fixed cost per sample beside the proportional one
-would not do better: on the CNN the time over α dips at α = 1/2 and rises at 1/4.
+that, not on it: narrow layers fill vector units less well, some widths better than others. The one
+speed is the middle of the slowest and the fastest that was seen, for no other has a smaller worst
+relative error of the predicted time. (docs/decisions/0041 says what else was weighed.)
 """
 
 from __future__ import annotations
@@ -38,7 +37,7 @@ class Pace:
 
 @dataclass(frozen=True, slots=True)
 class Speed:
-    """FLOPs per second of the full model's count times α, and the worst relative error of that."""
+    """One number of FLOPs per second, and the worst relative error of times predicted with it."""
 
     flops_per_second: float
     worst_error: float
@@ -111,4 +110,4 @@ def fit_speed(flops_per_sample: float, paces: Sequence[Pace]) -> Speed:
         for share in (pace.alpha, pace.flops_ratio)
     ]
     low, high = min(speeds), max(speeds)
-    return Speed(math.sqrt(low * high), math.sqrt(high / low) - 1.0)
+    return Speed((low + high) / 2, (high - low) / (high + low))
