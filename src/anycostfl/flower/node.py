@@ -62,6 +62,7 @@ from anycostfl.errors import AnycostError
 from anycostfl.flower.device import Setup
 from anycostfl.flower.keys import private_key
 
+Request = TypeVar("Request")
 Answer = TypeVar("Answer")
 
 HEARTBEAT_S = 10.0  # Flower's least; after two missed ones a device counts as gone
@@ -137,11 +138,11 @@ class Line:
         if self._address.key is None:
             registration = RegisterNodeFleetRequest(public_key=public)
             with suppress(httpx.HTTPStatusError):  # it may be registered from an earlier time
-                self._call(partial(self._client.RegisterNode, registration))
+                self._patient(self._client.RegisterNode)(registration)
         until = time.monotonic() + REFUSED_S
         while True:
             try:
-                answer = self._call(partial(self._client.ActivateNode, request))
+                answer = self._patient(self._client.ActivateNode)(request)
                 return Node(node_id=answer.node_id)
             except httpx.HTTPStatusError as error:
                 if time.monotonic() > until:
@@ -156,12 +157,10 @@ class Line:
     def converse(self, node: Node, app: ClientApp, context: Context) -> None:
         """Answer messages until the server forgets this node."""
         context.node_id = node.node_id
-        pause = LOOK_MIN_S
+        look, pause = self._patient(self._client.PullMessages), LOOK_MIN_S
         while True:
             try:
-                found = self._call(
-                    partial(self._client.PullMessages, PullMessagesRequest(node=node))
-                )
+                found = look(PullMessagesRequest(node=node))
                 if not found.messages_list:
                     time.sleep(pause)
                     pause = min(1.2 * pause, LOOK_MAX_S)
@@ -175,6 +174,7 @@ class Line:
                 if error.response.status_code == httpx.codes.UNAUTHORIZED:
                     return
                 log(WARNING, "the server does not take this: %s", _why(error))
+                time.sleep(LOOK_MAX_S)
             except (ObjectPullError, ObjectPushError) as error:
                 log(WARNING, "a message was cut short: %s", error)
 
@@ -184,8 +184,10 @@ class Line:
         run_id = found.messages_list[0].metadata.run_id
         message: Message = pull_and_inflate_object_from_tree(
             tree,
-            make_pull_object_fn_protobuf(client.PullObject, node, run_id),
-            make_confirm_message_received_fn_protobuf(client.ConfirmMessageReceived, node, run_id),
+            make_pull_object_fn_protobuf(self._patient(client.PullObject), node, run_id),
+            make_confirm_message_received_fn_protobuf(
+                self._patient(client.ConfirmMessageReceived), node, run_id
+            ),
             return_type=Message,
             max_time=60.0,
             initial_backoff=0.1,
@@ -205,13 +207,15 @@ class Line:
                 message_object_trees=[get_object_tree(reply)],
                 clientapp_runtime_list=[seconds],
             )
-            taken = self._call(partial(client.PushMessages, request))
-            push = make_push_object_fn_protobuf(client.PushObject, node, run_id, taken.session_id)
-            push_objects(
-                parts,
-                lambda name, content: self._call(partial(push, name, content)),
-                object_ids_to_push=set(taken.objects_to_push),
+            taken = self._patient(client.PushMessages)(request)
+            push = make_push_object_fn_protobuf(
+                self._patient(client.PushObject), node, run_id, taken.session_id
             )
+            push_objects(parts, push, object_ids_to_push=set(taken.objects_to_push))
+
+    def _patient(self, method: Callable[[Request], Answer]) -> Callable[[Request], Answer]:
+        """A method of the client that waits for a server that is away."""
+        return lambda request: self._call(partial(method, request))
 
     def _call(self, request: Callable[[], Answer]) -> Answer:
         """Ask the server until it can be reached; a certificate that does not fit is final."""

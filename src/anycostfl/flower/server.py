@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import fcntl
 import json
+import os
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -31,6 +32,7 @@ from anycostfl.coupling import tensors_of
 from anycostfl.errors import AnycostError
 from anycostfl.experiment import prepare
 from anycostfl.flower.messages import Ask, Task, pack_weights
+from anycostfl.flower.orphans import end_with_parent
 from anycostfl.flower.post import PostOffice, quicken
 from anycostfl.flower.roster import Roster, Terms
 from anycostfl.methods import State
@@ -61,6 +63,7 @@ app = ServerApp()
 def main(grid: Grid, context: Context) -> None:
     """Play the run of a run directory from where it stopped."""
     quicken()
+    end_with_parent(lambda: os._exit(1))  # Flower would go on trying to reach the dead for minutes
     folder = Path(str(context.run_config["run-dir"]))
     with sole_server(folder, context.run_id):
         try:

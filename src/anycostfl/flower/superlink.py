@@ -11,15 +11,17 @@ from __future__ import annotations
 import ipaddress
 import logging
 import os
+import signal
 from collections.abc import Mapping
 from typing import Any
 
-from flwr.supercore.app_utils import start_parent_process_monitor
 from flwr.superlink import extensions
 from flwr.superlink.cli import flower_superlink
 from starlette.middleware import Middleware
 from starlette.responses import PlainTextResponse
 from starlette.types import ASGIApp, Receive, Scope, Send
+
+from anycostfl.flower.orphans import end_with_parent
 
 PUBLIC = ("/v1/fleet/", "/health")
 
@@ -56,7 +58,7 @@ def main() -> None:
     """Run the SuperLink for as long as the process that started it lives."""
     extensions.get_middleware = lambda: (Middleware(LocalControl),)
     logging.getLogger("uvicorn.access").addFilter(lambda _: False)  # devices look in often
-    start_parent_process_monitor(os.getppid())
+    end_with_parent(lambda: os.kill(os.getpid(), signal.SIGINT))
     flower_superlink()
 
 
