@@ -14,7 +14,7 @@ import os
 import platform
 import statistics
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -101,8 +101,18 @@ class Measurement:
         return self.energy.power.watts / self.clock.now_hz**3
 
 
-def measure(config: Config, *, repeats: int, threads: int = 0, root: Path = ROOT) -> Measurement:
-    """Measure speed, clock and energy of this machine on the task of a configuration."""
+def measure(
+    config: Config,
+    *,
+    repeats: int,
+    threads: int = 0,
+    root: Path = ROOT,
+    seconds: Callable[[], float] = time.perf_counter,
+) -> Measurement:
+    """Measure speed, clock and energy of this machine on the task of a configuration.
+
+    `seconds` is what tells the time: that of the wall, or that of the processor on one thread.
+    """
     config = settle(config)
     net = elastic_model(config)
     clocks: list[Clock] = []
@@ -113,7 +123,8 @@ def measure(config: Config, *, repeats: int, threads: int = 0, root: Path = ROOT
             if clock.source.startswith(("cpufreq", "devfreq")):
                 clocks.append(_clock(config, root))
 
-        paces = measure_paces(config, net, measured_alphas(config), repeats, look)
+        alphas = measured_alphas(config)
+        paces = measure_paces(config, net, alphas, repeats, between=look, clock=seconds)
         energy = measure_energy(config, net, used, find_meter(root))
     now = statistics.median(seen.now_hz for seen in clocks) if clocks else clock.now_hz
     return Measurement(

@@ -60,10 +60,12 @@ def measure_paces(
     net: ElasticModel,
     alphas: Sequence[float],
     repeats: int,
+    *,
     between: Callable[[], None] = lambda: None,
+    clock: Callable[[], float] = time.perf_counter,
 ) -> list[Pace]:
     """Train at all widths in turns on made-up data; medians. `between` is called after each."""
-    epochs = [local_epoch(config, net, alpha) for alpha in alphas]
+    epochs = [local_epoch(config, net, alpha, clock) for alpha in alphas]
     batch, longest = config.training.batch, int(config.fleet.samples)
     epochs[0](2 * batch)  # the first call of a kernel finds out how to run it
     batches = math.ceil(REPETITION_S / max(epochs[0](batch), 1e-6))
@@ -80,7 +82,12 @@ def measure_paces(
     ]
 
 
-def local_epoch(config: Config, net: ElasticModel, alpha: float) -> Callable[[int], float]:
+def local_epoch(
+    config: Config,
+    net: ElasticModel,
+    alpha: float,
+    clock: Callable[[], float] = time.perf_counter,
+) -> Callable[[int], float]:
     """A function that trains a sub-model on so many samples and says how many seconds it took."""
     module, spec, options = (
         net.shrink(alpha).module,
@@ -92,9 +99,9 @@ def local_epoch(config: Config, net: ElasticModel, alpha: float) -> Callable[[in
 
     def run(samples: int) -> float:
         images, labels = spec.example(samples), torch.randint(classes, (samples,))
-        start = time.perf_counter()
+        start = clock()
         train(module, images, labels, options, torch.Generator().manual_seed(0))
-        return (time.perf_counter() - start) / options.epochs
+        return (clock() - start) / options.epochs
 
     return run
 
