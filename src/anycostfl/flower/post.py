@@ -38,18 +38,17 @@ class PostOffice:
         """Who is connected."""
         return list(self._grid.get_node_ids())
 
-    def post(self, messages: Sequence[Message], wait_s: float) -> list[str]:
-        """Send messages and watch for their replies; the id of each, empty if it was not taken."""
-        if not messages:
-            return []
-        ids = [name or "" for name in self._grid.push_messages(messages)]
-        ids += [""] * (len(messages) - len(ids))
+    def send(self, message: Message) -> str:
+        """Send one message; its id, empty if it was not taken."""
+        return next(iter(self._grid.push_messages([message])), "") or ""
+
+    def watch(self, ids: Sequence[str], wait_s: float) -> None:
+        """Look out for the replies to some messages."""
         awaited = [name for name in ids if name]
         until = time.monotonic() + wait_s
         for first in range(min(WATCHERS, len(awaited))):
             group = set(awaited[first::WATCHERS])
             threading.Thread(target=self._watch, args=(group, until), daemon=True).start()
-        return ids
 
     def take(self, wait_s: float) -> Message | None:
         """The next reply, if one comes in time."""

@@ -8,7 +8,7 @@ device that misses a deadline is asked again and comes back with its answer, how
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, fields, replace
 from logging import INFO, WARNING
@@ -89,6 +89,7 @@ class Roster:
         self._asked: dict[str, tuple[int, float]] = {}  # message → node, when the question lapses
         self._ignored: set[int] = set()  # nodes that cannot be a device of this fleet
         self._online: set[int] = set()
+        self.send_s = 0.0  # how long it took to hand over the last tasks
         self._looked = 0.0  # when
         self._coming = 0  # the round that newcomers are asked about
 
@@ -113,19 +114,13 @@ class Roster:
 
     def perform(self, tasks: Sequence[Task]) -> list[Answer]:
         """Send each device its task; one answer each, in the same order, by the deadline."""
+        begin = time.monotonic()
         self._coming += 1
         nodes = self._nodes()
         wait_s = self._terms.deadline_s
-        letters = [
-            Message(task.pack(), nodes[task.device], MessageType.TRAIN, ttl=wait_s + SPARE_S,
-                    group_id=str(task.ask.round))
-            for task in tasks
-        ]  # fmt: skip
-        sizes = [wire_bytes(letter) for letter in letters]
-        ids = self._office.post(letters, wait_s)
-        del letters
+        places, sizes = self._hand_out(tasks, nodes)
+        self.send_s = time.monotonic() - begin
         answers: dict[int, Answer] = {}
-        places = {name: place for place, name in enumerate(ids) if name}
 
         def take(message: Message) -> None:
             place = places.get(message.metadata.reply_to_message_id)
@@ -147,6 +142,25 @@ class Roster:
             if answer.reply.missing:  # it may still be busy: it counts again when it answers
                 self._offers.pop(nodes[task.device], None)
         return whole
+
+    def _hand_out(
+        self, tasks: Sequence[Task], nodes: Mapping[int, int]
+    ) -> tuple[dict[str, int], dict[int, int]]:
+        """Send tasks one by one, the largest first: which message is which task, and its size."""
+        places: dict[str, int] = {}
+        sizes: dict[int, int] = {}
+        wait_s = self._terms.deadline_s
+        for place in sorted(range(len(tasks)), key=lambda i: -len(tasks[i].weights)):
+            task = tasks[place]
+            node, group = nodes[task.device], str(task.ask.round)
+            letter = Message(
+                task.pack(), node, MessageType.TRAIN, ttl=wait_s + SPARE_S, group_id=group
+            )
+            sizes[place] = wire_bytes(letter)
+            places[self._office.send(letter)] = place
+        places.pop("", None)
+        self._office.watch(list(places), wait_s)
+        return places, sizes
 
     # --- who is there -----------------------------------------------------------------------------
 
@@ -217,13 +231,14 @@ class Roster:
     def _question(self, nodes: Sequence[int], number: int) -> None:
         """Ask nodes who they are and what they can afford in a round."""
         lapses = time.monotonic() + ASK_S
-        letters = [
-            Message(self.ask(number).pack(), node, MessageType.QUERY, ttl=ASK_S,
-                    group_id=str(number))
-            for node in nodes
-        ]  # fmt: skip
-        names = self._office.post(letters, ASK_S)
-        self._asked |= {n: (node, lapses) for n, node in zip(names, nodes, strict=True) if n}
+        content, group = self.ask(number).pack(), str(number)
+        for node in nodes:
+            name = self._office.send(
+                Message(content, node, MessageType.QUERY, ttl=ASK_S, group_id=group)
+            )
+            if name:
+                self._asked[name] = (node, lapses)
+        self._office.watch([n for n, (_, t) in self._asked.items() if t == lapses], ASK_S)
 
     def _renew(self, message: Message) -> None:
         """A result carries the offer for the next round; without one, the device is asked."""

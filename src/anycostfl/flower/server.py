@@ -144,6 +144,7 @@ def play(
 
             answers = roster.perform(tasks)
             pace.lap("devices_s")
+            pace.note("send_s", roster.send_s)
             pace.note("slowest_device_s", max((a.busy_s for a in answers), default=0.0))
             replies = (answer.reply for answer in answers)
             outcomes = enough(receive(method, assignments, replies), terms.min_replies)
