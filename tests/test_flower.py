@@ -180,7 +180,7 @@ def not_a_number(sent: Message, result: messages.Result) -> messages.Result:
         ("anycostfl", nothing, "refused: "),
         ("anycostfl", other_plan, "refused: "),
         ("fedavg", garbage, "refused: a dense payload of this plan has"),
-        ("fedavg", not_a_number, "refused: a dense payload holds a value that is not finite"),
+        ("fedavg", not_a_number, "refused: the payload holds a value that is not finite"),
     ],
 )
 def test_a_lying_device_is_refused_and_the_round_goes_on(
