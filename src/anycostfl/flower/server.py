@@ -5,7 +5,7 @@ the deadline has passed, aggregate what counts. What is late, missing or refused
 round goes on. Devices come and go between rounds; whoever answers is used again.
 
 Flower's `Strategy.start` is not used: it sends every node the same model, waits in steps of three
-seconds, and knows no deadline (docs/decisions/0010).
+seconds, and knows no deadline (docs/decisions/0050).
 """
 
 from __future__ import annotations
