@@ -21,7 +21,7 @@ class Found(NamedTuple):
     gain: Array
 
 
-def random_devices(rng: np.random.Generator, count: int) -> Devices:
+def random_devices(rng: np.random.Generator, count: int, *, overhead: float = 0.0) -> Devices:
     """Light and heavy work, good and bad radio, tight and loose budgets."""
 
     def spread(low: float, high: float) -> Array:
@@ -38,6 +38,7 @@ def random_devices(rng: np.random.Generator, count: int) -> Devices:
         power_w=spread(0.003, 5),
         latency_s=spread(0.2, 300),
         energy_j=spread(0.02, 500),
+        overhead=overhead * rng.random(count),
     )
 
 
@@ -70,7 +71,8 @@ def _search_block(devices: Devices, workload: Workload, limits: Limits) -> Found
 def _gain_at(devices: Devices, workload: Workload, limits: Limits, alpha: Array) -> Array:
     """Best α⁴β at each α (device, point), −∞ where nothing is affordable."""
     columns = {name: getattr(devices, name)[:, None] for name in Devices.__slots__}
-    work = workload.epochs * columns["samples"] * workload.flops_per_sample * alpha
+    work = workload.epochs * columns["samples"] * workload.flops_per_sample
+    work = work * (alpha + columns["overhead"])
     work = work / columns["flops_per_cycle"]
     left = _upload_time(columns, work)
     beta = left * columns["rate_bps"] / (alpha * workload.size_bits)
@@ -108,7 +110,7 @@ def polish(devices: Devices, workload: Workload, limits: Limits) -> Array:
 
     def gain(log_alpha: Array) -> Array:
         alpha = np.exp(log_alpha)
-        left = _upload_time_by_bisection(columns, cycles * alpha)
+        left = _upload_time_by_bisection(columns, cycles * (alpha + columns["overhead"]))
         beta = left * columns["rate_bps"] / (alpha * workload.size_bits)
         # past the last affordable α the value falls on, so that the peak stays the only one
         return np.where(

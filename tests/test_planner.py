@@ -80,9 +80,20 @@ def test_no_worse_than_brute_force_and_infeasible_exactly_where_it_is(case: int)
 
 
 @pytest.mark.parametrize("case", range(len(CASES)))
-def test_equals_the_true_optimum_to_nine_digits(case: int) -> None:
+def test_no_worse_than_brute_force_with_overhead(case: int) -> None:
     workload, limits = CASES[case]
-    devices = random_devices(np.random.default_rng(100 + case), 1500)
+    devices = random_devices(np.random.default_rng(50 + case), 1000, overhead=0.5)
+    exact, found = plan_strategies(devices, workload, limits), search(devices, workload, limits)
+    assert np.array_equal(exact.feasible, found.feasible)
+    assert np.all(exact.gain >= found.gain * (1 - 1e-6))
+    assert_within_every_constraint(exact, devices, workload, limits)
+
+
+@pytest.mark.parametrize("overhead", [0.0, 0.3])
+@pytest.mark.parametrize("case", range(len(CASES)))
+def test_equals_the_true_optimum_to_nine_digits(case: int, overhead: float) -> None:
+    workload, limits = CASES[case]
+    devices = random_devices(np.random.default_rng(100 + case), 1500, overhead=overhead)
     exact, true = plan_strategies(devices, workload, limits), polish(devices, workload, limits)
     np.testing.assert_allclose(exact.gain, true, rtol=1e-9, atol=0)
 
@@ -259,6 +270,17 @@ def test_needed_budgets_are_told_as_pairs_that_suffice() -> None:
 def test_nobody_to_plan_for() -> None:
     nobody = one_device().take(np.array([], dtype=np.intp))
     assert len(plan_strategies(nobody, CNN, PAPER)) == 0
+
+
+def test_a_tiny_overhead_changes_next_to_nothing() -> None:
+    rng = np.random.default_rng(7)
+    devices = random_devices(rng, 5000)
+    values = {name: getattr(devices, name) for name in Devices.__slots__}
+    tiny = make_devices(**{**values, "overhead": 1e-12})
+    plain, searched = plan_strategies(devices, CNN, PAPER), plan_strategies(tiny, CNN, PAPER)
+    assert np.mean(plain.feasible != searched.feasible) < 1e-3
+    both = plain.feasible & searched.feasible
+    np.testing.assert_allclose(searched.gain[both], plain.gain[both], rtol=1e-8)
 
 
 def test_result_does_not_depend_on_the_other_devices() -> None:

@@ -123,6 +123,7 @@ def draw_hardware(
         "frequency_min_hz",
         "frequency_max_hz",
         "power_w",
+        "overhead",
         "energy_coefficient",
     )
     if kinds := _kinds(spec, profiles):
@@ -132,7 +133,7 @@ def draw_hardware(
         low, high = _around((low + high) / 2, spec.energy_coefficient_std)
     epsilon = _uniform(generator(seed, 0, Purpose.HARDWARE), (low, high), spec.devices)
     constants = {name: np.full(spec.devices, getattr(spec, name)) for name in names[:4]}
-    return {**constants, "energy_coefficient": epsilon}
+    return {**constants, "overhead": np.zeros(spec.devices), "energy_coefficient": epsilon}
 
 
 def measured_rate_bps(spec: FleetSpec, profiles: Mapping[str, Profile]) -> FloatArray:
@@ -179,6 +180,7 @@ def place_device(
         frequency_max_hz=profile.frequency_max_hz,
         rate_bps=channel if profile.rate_bps is None else profile.rate_bps,
         power_w=profile.power_w,
+        overhead=profile.overhead,
         latency_s=latency_s,
         energy_j=energy_j,
     )

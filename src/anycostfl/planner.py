@@ -23,6 +23,10 @@ How it is solved, without iteration over α:
 3. α* is the α of step 1 moved between those two and into [α^min, 1]; f for that α is the root of
    another such cubic. Where the caps leave slack, the slowest clock in time saves the most energy.
 
+A measured device has an overhead o: cycles C·(α + o). The budgets are still sums of exponentials,
+so the gain still has one peak over log α; it is found by golden section, with f and β at each α as
+in step 3.
+
 Deviations: Lemma 3 (both budgets always spent) holds only while no cap binds; slack is reported.
 `closed_form` is the paper's own solution, with the sign of φ^{s2} corrected, for comparison.
 """
@@ -43,6 +47,8 @@ BLOCK = 8192  # devices solved together, so that every array stays in the proces
 NEWTON_STEPS = 6  # from at most 1.46 times the root, quadratic convergence needs no more
 TOUCHES = 1e-9  # relative distance at which a constraint counts as binding
 ROUNDING = 1e-12  # relative; a budget equal to the least affordable one is affordable
+GOLDEN = (5**0.5 - 1) / 2
+GOLDEN_STEPS = 50  # of the interval 4e-11 is left, and a peak is flat: the gain is exact
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,6 +56,7 @@ class _Problem:
     """The constants of (P3), one array each."""
 
     cycles: FloatArray
+    overhead: FloatArray
     epsilon: FloatArray
     power: FloatArray
     latency: FloatArray
@@ -57,6 +64,10 @@ class _Problem:
     upload: FloatArray  # S/r: seconds to send the whole uncompressed update
     frequency_min: FloatArray
     frequency_max: FloatArray
+
+    def take(self, index: npt.NDArray[np.intp]) -> _Problem:
+        """The devices at these positions."""
+        return _Problem(*(getattr(self, item.name)[index] for item in fields(self)))
 
 
 def plan_strategies(devices: Devices, workload: Workload, limits: Limits) -> Strategies:
@@ -103,7 +114,7 @@ def fixed_strategies(
     For methods that know no budgets: nobody sits out, energy is what it costs, and a device too
     slow for the latency budget (or whose upload alone breaks it) is late.
     """
-    cycles = cost.compute_cycles(devices, workload) * alpha
+    cycles = cost.sub_model_cycles(devices, workload, alpha)
     upload = cost.upload_time_s(alpha, beta, workload.size_bits, devices.rate_bps)
     left = np.where(upload < devices.latency_s, devices.latency_s - upload, devices.latency_s)
     wanted = cycles / left if frequency_hz is None else frequency_hz
@@ -118,6 +129,8 @@ def closed_form(
     devices: Devices, workload: Workload, limits: Limits, *, clipped: bool = False
 ) -> Strategies:
     """The paper's solution of (P4), for comparison; it may leave the box and the budgets.
+
+    It knows no overhead.
 
     `feasible` says where it does not. With `clipped` it is moved back: α, β and f into their
     intervals, then β and at last α reduced at that f until both budgets hold.
@@ -210,7 +223,11 @@ def _plan_block(devices: Devices, workload: Workload, limits: Limits) -> Strateg
     alpha = np.minimum(np.maximum(_free_alpha(problem), alpha_rich), np.minimum(alpha_most, 1.0))
     alpha = np.maximum(alpha, limits.alpha_min)
     feasible = alpha_most >= limits.alpha_min * (1.0 - ROUNDING)
-    beta, frequency = _spend(problem, limits, alpha, capped=alpha <= alpha_rich)
+    capped = alpha <= alpha_rich
+    if len(some := np.flatnonzero(problem.overhead)):
+        parts = _search_alpha(problem.take(some), limits)
+        alpha[some], feasible[some], capped[some] = parts
+    beta, frequency = _spend(problem, limits, alpha, capped=capped)
     return _describe(
         devices, workload, limits, (alpha, beta, frequency), shown=feasible, feasible=feasible
     )
@@ -219,6 +236,7 @@ def _plan_block(devices: Devices, workload: Workload, limits: Limits) -> Strateg
 def _pose(devices: Devices, workload: Workload) -> _Problem:
     return _Problem(
         cycles=cost.compute_cycles(devices, workload),
+        overhead=devices.overhead,
         epsilon=devices.energy_coefficient,
         power=devices.power_w,
         latency=devices.latency_s,
@@ -264,11 +282,32 @@ def _largest_alpha(p: _Problem, beta: float) -> FloatArray:
     return np.minimum(by_latency, by_energy)
 
 
-def _spend(
-    p: _Problem, limits: Limits, alpha: FloatArray, *, capped: npt.NDArray[np.bool_]
-) -> tuple[FloatArray, FloatArray]:
-    """β and f for a given α (step 3); `capped` says where α affords β^max."""
-    work = p.cycles * alpha
+def _search_alpha(
+    p: _Problem, limits: Limits
+) -> tuple[FloatArray, npt.NDArray[np.bool_], npt.NDArray[np.bool_]]:
+    """The best α with overhead, where there is one, and where it affords β^max."""
+
+    def gain(alpha: FloatArray) -> FloatArray:
+        beta = _longest_upload(p, p.cycles * (alpha + p.overhead))[0] / (alpha * p.upload)
+        value = (alpha * alpha) ** 2 * np.minimum(beta, limits.beta_max)
+        # Past the last affordable α the value falls on, so that the peak stays the only one.
+        return np.where(beta >= limits.beta_min * (1.0 - ROUNDING), value, -alpha)
+
+    low, high = np.full_like(p.cycles, np.log(limits.alpha_min)), np.zeros_like(p.cycles)
+    tried = [np.exp(low), np.exp(high)]
+    for _ in range(GOLDEN_STEPS):
+        step = GOLDEN * (high - low)
+        first, second = high - step, low + step
+        rising = gain(np.exp(second)) >= gain(np.exp(first))
+        low, high = np.where(rising, first, low), np.where(rising, high, second)
+    tried = np.stack([*tried, np.exp(low), np.exp(high)])
+    best = np.take_along_axis(tried, np.argmax(gain(tried), axis=0)[None], axis=0)[0]
+    left = _longest_upload(p, p.cycles * (best + p.overhead))[0]
+    return best, gain(best) >= 0.0, left >= limits.beta_max * best * p.upload
+
+
+def _longest_upload(p: _Problem, work: FloatArray) -> tuple[FloatArray, FloatArray]:
+    """How long both budgets let a device send beside so many cycles, and the clock for that."""
     linear = (p.power * p.latency - p.energy) / (p.epsilon * work)
     meeting = _positive_root(linear, p.power / p.epsilon)
     fastest = _clip_frequency(p, meeting)
@@ -276,7 +315,15 @@ def _spend(
     in_energy = (p.energy - p.epsilon * fastest * fastest * work) / p.power
     # Where the budgets meet both are equal; the smaller budget loses fewer digits.
     both = np.where(linear > 0, in_energy, in_time)
-    left = np.where(fastest == meeting, both, np.minimum(in_time, in_energy))
+    return np.where(fastest == meeting, both, np.minimum(in_time, in_energy)), fastest
+
+
+def _spend(
+    p: _Problem, limits: Limits, alpha: FloatArray, *, capped: npt.NDArray[np.bool_]
+) -> tuple[FloatArray, FloatArray]:
+    """β and f for a given α (step 3); `capped` says where α affords β^max."""
+    work = p.cycles * (alpha + p.overhead)
+    left, fastest = _longest_upload(p, work)
     beta = np.where(capped, limits.beta_max, left / (alpha * p.upload))
     beta = np.minimum(np.maximum(beta, limits.beta_min), limits.beta_max)
     slowest = work / np.maximum(p.latency - alpha * beta * p.upload, work / p.frequency_max)
@@ -363,7 +410,7 @@ def _smallest(
     devices: Devices, workload: Workload, limits: Limits
 ) -> tuple[FloatArray, FloatArray]:
     """Cycles and upload time of the strategy (α^min, β^min)."""
-    cycles = cost.compute_cycles(devices, workload) * limits.alpha_min
+    cycles = cost.sub_model_cycles(devices, workload, limits.alpha_min)
     return cycles, limits.alpha_min * limits.beta_min * workload.size_bits / devices.rate_bps
 
 

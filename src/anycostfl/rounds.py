@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
+from anycostfl import cost
 from anycostfl.aggregate import Contribution, Rules, clip_bound, clipped, size_of
 from anycostfl.config import Config
 from anycostfl.errors import PayloadError
@@ -187,8 +188,8 @@ def _describe_device(
 
 def charge(record: DeviceRecord, devices: Devices, i: int, workload: Workload) -> DeviceRecord:
     """What the i-th device pays for the FLOPs it computed, at its clock, and the bytes it sent."""
-    flops = workload.epochs * record.samples * workload.flops_per_sample * record.flops_ratio
-    cycles = flops / float(devices.flops_per_cycle[i])
+    here = devices.take(slice(i, i + 1))
+    cycles = float(cost.sub_model_cycles(here, workload, record.flops_ratio)[0])
     upload_s = 8 * record.bytes_up / record.rate_bps
     return replace(
         record,
