@@ -294,13 +294,13 @@ def _search_alpha(
         return np.where(beta >= limits.beta_min * (1.0 - ROUNDING), value, -alpha)
 
     low, high = np.full_like(p.cycles, np.log(limits.alpha_min)), np.zeros_like(p.cycles)
-    tried = [np.exp(low), np.exp(high)]
+    ends = np.exp(low), np.exp(high)
     for _ in range(GOLDEN_STEPS):
         step = GOLDEN * (high - low)
         first, second = high - step, low + step
         rising = gain(np.exp(second)) >= gain(np.exp(first))
         low, high = np.where(rising, first, low), np.where(rising, high, second)
-    tried = np.stack([*tried, np.exp(low), np.exp(high)])
+    tried = np.stack([*ends, np.exp(low), np.exp(high)])
     best = np.take_along_axis(tried, np.argmax(gain(tried), axis=0)[None], axis=0)[0]
     left = _longest_upload(p, p.cycles * (best + p.overhead))[0]
     return best, gain(best) >= 0.0, left >= limits.beta_max * best * p.upload
