@@ -24,6 +24,7 @@ import re
 import sys
 import time
 import zlib
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -196,7 +197,11 @@ def _parse_journal(lines: Sequence[bytes], remarks: list[str]) -> Iterator[Round
 
 
 def _as_record(table: Mapping[str, Any]) -> RoundRecord:
-    devices = tuple(DeviceRecord(**{**d, "binds": tuple(d["binds"])}) for d in table["devices"])
+    lists = ("binds", "surplus")
+    devices = tuple(
+        DeviceRecord(**{**d, **{name: tuple(d.get(name, ())) for name in lists}})
+        for d in table["devices"]
+    )
     record = RoundRecord(table["round"], table["accuracy"], devices)
     _check_kinds(record)
     for device in devices:
@@ -224,8 +229,10 @@ def _check_kinds(record: RoundRecord | DeviceRecord) -> None:
         value = getattr(record, name)
         if not isinstance(value, kind) or (isinstance(value, int) and abs(value) > 1 << 62):
             raise ValueError(f"{name} is {str(value)[:40]!r}")
-    if isinstance(record, DeviceRecord) and not all(isinstance(word, str) for word in record.binds):
-        raise ValueError("binds are not words")
+    if isinstance(record, DeviceRecord):
+        words = (*record.binds, *record.surplus)
+        if not all(isinstance(word, str) for word in words):
+            raise ValueError("binds or surplus are not words")
 
 
 def _read_checkpoint(path: Path) -> Checkpoint:
@@ -333,5 +340,15 @@ def totals(records: Sequence[RoundRecord]) -> dict[str, float]:
         "mean_alpha": sum(d.alpha for d in taking_part) / count,
         "mean_beta": sum(d.beta for d in taking_part) / count,
         "sat_out": sum(d.status.startswith("sat out") for r in records for d in r.devices),
-        "refused": sum(d.status.startswith("refused") for r in records for d in r.devices),
+        "failed": sum(d.status.startswith("failed") for r in records for d in r.devices),
+        "refused": sum(refusals(records).values()),
+        "benched": sum(d.status.startswith("benched") for r in records for d in r.devices),
     }
+
+
+def refusals(records: Sequence[RoundRecord]) -> dict[str, int]:
+    """How many replies were refused, by cause in one word; the most frequent first."""
+    devices = [device for record in records for device in record.devices]
+    told = [d.status.removeprefix("refused: ") for d in devices if d.status.startswith("refused")]
+    told += [why for d in devices for why in d.surplus]
+    return dict(Counter(why.partition(":")[0] for why in told).most_common())

@@ -177,6 +177,8 @@ def _conclude(
 def _shown(value: object) -> str:
     if value is None:
         return "not reached"
+    if isinstance(value, dict):
+        return ", ".join(f"{key} {count}" for key, count in value.items()) or "–"
     return f"{value:.4g}" if isinstance(value, float) else str(value)
 
 
