@@ -15,7 +15,7 @@ pytest.importorskip("ray", reason="needs Ray: pip install '.[cluster]'", exc_typ
 @pytest.mark.slow
 @pytest.mark.filterwarnings("default")  # those of Ray and Flower are theirs
 def test_flowers_engine_gives_what_the_simulator_gives(tmp_path: Path) -> None:
-    from anycostfl.flower import engine  # noqa: PLC0415 - needs Ray
+    from anycostfl.flower import engine
 
     config = small_config(tmp_path, "run.rounds=2", "training.precision=fp32")
     expected = list(play(config))

@@ -23,6 +23,7 @@ from anycostfl.aggregate import Rules
 from anycostfl.attacks import Attack
 from anycostfl.checks import Count, Interval, OneOf, Positive, check_fields, rule_problems
 from anycostfl.errors import ConfigError, UnknownName
+from anycostfl.gate import Gate
 from anycostfl.types import FleetSpec, Limits, Profile, Workload
 
 Record = TypeVar("Record")
@@ -105,6 +106,7 @@ class Config:
     run: Run
     limits: Limits = field(default_factory=Limits)
     aggregation: Rules = field(default_factory=Rules)
+    gate: Gate = field(default_factory=Gate)
     attack: Attack = field(default_factory=Attack)
     rates: Mapping[str, float] = field(default_factory=dict)
     summary: str = ""

@@ -57,10 +57,15 @@ def draw_cohort(
     round_index: int,
     samples: npt.ArrayLike | None = None,
     profiles: Mapping[str, Profile] | None = None,
+    ready: Container[int] | None = None,
 ) -> Cohort:
-    """The cohort of a round; `samples` are the real counts of the whole fleet, once known."""
+    """The cohort of a round, of the whole fleet or of those who are ready.
+
+    `samples` are the real counts of the whole fleet, once known.
+    """
     fleet = draw_fleet(spec, seed=seed, round_index=round_index, samples=samples, profiles=profiles)
-    index = choose(spec, range(spec.devices), seed=seed, round_index=round_index)
+    everyone = range(spec.devices) if ready is None else ready
+    index = choose(spec, everyone, seed=seed, round_index=round_index)
     return Cohort(index, fleet.distance_m[index], fleet.devices.take(index))
 
 

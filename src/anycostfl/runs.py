@@ -7,12 +7,13 @@ checkpoints, `take_up` says where an earlier run stopped.
 from __future__ import annotations
 
 from collections.abc import Generator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from torch import Tensor
 
 from anycostfl.config import Config, parse_config
+from anycostfl.gate import Bench, bench_of
 from anycostfl.methods import State
 from anycostfl.records import RunWriter, open_run
 from anycostfl.types import RoundRecord
@@ -20,11 +21,12 @@ from anycostfl.types import RoundRecord
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Snapshot:
-    """Everything the next round needs: its number, the global state, what devices remember."""
+    """Everything the next round needs: its number, the global state, memories, who is benched."""
 
     round: int
     state: Mapping[str, Tensor]
     memories: Mapping[int, State]
+    bench: Bench = field(default_factory=Bench)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -52,11 +54,12 @@ class Stopped:
 def take_up(folder: Path) -> Stopped:
     """Open a run directory to go on from its newest whole checkpoint."""
     saved, writer = open_run(folder)
-    point = saved.checkpoint
+    config, point = parse_config(saved.config, str(folder)), saved.checkpoint
+    bench = bench_of(saved.records, config.gate)
     return Stopped(
-        config=parse_config(saved.config, str(folder)),
+        config=config,
         records=list(saved.records),
-        start=Snapshot(point.rounds, point.state, point.memories) if point else None,
+        start=Snapshot(point.rounds, point.state, point.memories, bench) if point else None,
         writer=writer,
         remarks=saved.remarks,
     )

@@ -276,12 +276,24 @@ def _too_spread(name: str, std: float | None, mean: float | None) -> str:
     return "" if std < limit else f"{name}: given {std:g}, allowed less than {limit:.4g} (mean/√3)"
 
 
+STATUSES: Mapping[str, str] = {
+    "ok": "the update was used",
+    "sat out": "no strategy is within its budgets",
+    "benched": "it was refused too often",
+    "missing": "nothing came, or not in time",
+    "failed": "the device says itself that it has no update",
+    "refused": "what came is not an update of what was asked",
+    "unused": "the update is fine, but too few came to use it",
+}
+"""How the status of a device begins, and what that means."""
+
+
 @dataclass(frozen=True, slots=True)
 class DeviceRecord:
     """What one device of a cohort did, and what it paid."""
 
     device: int
-    status: str  # "ok", "sat out: …", "refused: …", "missing: …" or "unused: …"
+    status: str  # "ok", or "refused: cause: …" and what else `STATUSES` begin with
     samples: int
     distance_m: float
     rate_bps: float
@@ -301,6 +313,7 @@ class DeviceRecord:
     compute_j: float = 0.0
     upload_j: float = 0.0
     binds: tuple[str, ...] = ()
+    surplus: tuple[str, ...] = ()  # why further replies of the device in this round are refused
 
     @property
     def latency_s(self) -> float:

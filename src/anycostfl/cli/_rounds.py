@@ -107,4 +107,6 @@ def shown(value: object) -> str:
     """A figure of a summary as a person reads it."""
     if value is None:
         return "not reached"
+    if isinstance(value, dict):
+        return ", ".join(f"{key} {count}" for key, count in value.items()) or "–"
     return f"{value:.4g}" if isinstance(value, float) else str(value)

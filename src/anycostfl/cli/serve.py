@@ -113,7 +113,7 @@ def _wire_table(records: Sequence[RoundRecord], restarts: int) -> object:
         ("messages down, MB", f"{down / 1e6:.3f}"),
         *(
             (f"replies {word}", sum(d.status.startswith(word) for d in devices))
-            for word in ("ok", "refused", "missing", "unused")
+            for word in ("ok", "failed", "refused", "missing", "unused")
         ),
         ("server app restarted", restarts),
     ]

@@ -35,6 +35,7 @@ from anycostfl.flower.messages import Ask, Task, pack_weights
 from anycostfl.flower.orphans import end_with_parent
 from anycostfl.flower.post import PostOffice, quicken
 from anycostfl.flower.roster import Roster, Terms
+from anycostfl.gate import Bench, benched
 from anycostfl.methods import State
 from anycostfl.rounds import (
     Assignment,
@@ -119,9 +120,10 @@ def play(
     net, method = side.net, side.method
     roster = Roster(PostOffice(grid), config, terms)
     moved: dict[int, State] = {}
+    bench = Bench()
     if start is not None:
         net.load(start.state)
-        moved = dict(start.memories)
+        moved, bench = dict(start.memories), start.bench
     limits = config.limits_of(config.run.method)
     first = start.round if start else 0
     pace = pace or Pace()
@@ -134,7 +136,7 @@ def play(
                 moved = {device: follow(before, order) for device, before in moved.items()}
 
             least = terms.wait_for if number == first else terms.min_replies
-            gathered = roster.gather(number, least)
+            gathered = roster.gather(number, least, bench)
             pace.lap("gather_s")
             cohort = gathered.cohort
             strategies = method.plan(cohort.devices, config.workload, limits)
@@ -156,11 +158,12 @@ def play(
 
             accuracy = evaluate(side, InProcess(side)) if is_due(config, number) else None
             devices = describe(config, cohort, strategies, outcomes) + absent(gathered.silent)
+            devices += benched(bench, gathered.drawn, number)
+            record = RoundRecord(number, accuracy, devices)
+            bench = bench.after(record, config.gate)
             state = {name: t.detach().clone() for name, t in tensors_of(net.module).items()}
             pace.lap("evaluate_s")
-            yield Turn(
-                RoundRecord(number, accuracy, devices), Snapshot(number + 1, state, dict(moved))
-            )
+            yield Turn(record, Snapshot(number + 1, state, dict(moved), bench))
             pace.lap("write_s")
             pace.end()
 
