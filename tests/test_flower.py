@@ -22,11 +22,13 @@ from anycostfl.coupling import tensors_of
 from anycostfl.experiment import prepare, settle
 from anycostfl.flower import messages, roster, server
 from anycostfl.flower.roster import NotEnoughDevices, Terms
+from anycostfl.flower.strategy import AnycostStrategy
 from anycostfl.methods import Method, State, Upload
 from anycostfl.rounds import DUPLICATE
 from anycostfl.runs import Turn
 from anycostfl.simulate import play
 from anycostfl.types import RoundRecord
+from anycostfl.workers import one_thread
 from flower_grid import FIRST_NODE, LocalGrid, Tamper, honest
 from small_runs import small_config
 
@@ -63,6 +65,38 @@ def test_the_result_is_the_simulators_bit_for_bit(tmp_path: Path, method: str) -
     flower = over_flower(config)
     assert_same(flower, list(play(config)))
     assert len({d.alpha for t in flower for d in t.record.devices}) > 1 or method != "anycostfl"
+
+
+def test_as_a_strategy_of_flower_it_is_the_same(tmp_path: Path) -> None:
+    config = config_of(tmp_path, "run.rounds=3", "fleet.cohort=4")
+    strategy = AnycostStrategy(config)
+    with one_thread():
+        result = strategy.start(LocalGrid(5), strategy.initial_arrays(), num_rounds=3)
+    simulated = list(play(config))
+    assert [off_the_wire(r) for r in strategy.records] == [t.record for t in simulated]
+    state = result.arrays.to_torch_state_dict()
+    for name, tensor in simulated[-1].after.state.items():
+        assert torch.equal(state[name], tensor), name
+    assert result.train_metrics_clientapp[3]["accuracy"] == simulated[-1].record.accuracy
+
+
+def test_a_strategy_goes_on_without_those_who_fail(tmp_path: Path) -> None:
+    def tamper(device: int, sent: Message, reply: Message) -> Message | None:
+        if sent.metadata.message_type != "train":
+            return None if device == 0 else reply  # it never says what it can afford
+        return None if device == 1 else reply
+
+    config = config_of(tmp_path, "run.rounds=1")
+    strategy = AnycostStrategy(config)
+    strategy.start(LocalGrid(5, tamper), strategy.initial_arrays(), num_rounds=1)
+    (record,) = strategy.records
+    assert {d.device: d.status for d in record.devices} == {
+        1: "missing: no reply in time", 2: "ok", 3: "ok", 4: "ok",
+    }  # fmt: skip
+    nobody = AnycostStrategy(config)
+    nothing = nobody.start(LocalGrid(0), nobody.initial_arrays(), num_rounds=1)
+    assert nothing.train_metrics_clientapp == {}
+    assert nobody.records == [RoundRecord(0, None, ())]
 
 
 def test_going_on_from_any_round_ends_the_same(tmp_path: Path) -> None:

@@ -145,7 +145,7 @@ class Roster:
             place = places.get(message.metadata.reply_to_message_id)
             if place is None:
                 return
-            answer = _answer(tasks[place], message, sizes[place])
+            answer = answer_to(tasks[place], message, sizes[place])
             if place in answers and not answers[place].reply.missing:
                 surplus.append(answer)
             else:
@@ -156,12 +156,12 @@ class Roster:
             self._step(take, until)
             gone = {i for i, task in enumerate(tasks) if nodes[task.device] not in self._online}
             for place in gone - answers.keys():
-                answers[place] = _missing(tasks[place], "the device is gone", sizes[place])
+                answers[place] = as_missing(tasks[place], "the device is gone", sizes[place])
         while self._step(take, 0.0):
             pass  # what has come already, such as second replies
         late = f"no reply within {wait_s:g} s"
         whole = [
-            answers.get(place) or _missing(task, late, sizes[place])
+            answers.get(place) or as_missing(task, late, sizes[place])
             for place, task in enumerate(tasks)
         ]
         for task, answer in zip(tasks, whole, strict=True):
@@ -212,7 +212,7 @@ class Roster:
         for device in silent:
             self._offers.pop(nodes[device], None)
         offers = [self._offers[nodes[i]] for i in index]
-        return Gathered(_cohort(offers), silent, tuple(draw(nodes).tolist())) if offers else None
+        return Gathered(cohort_of(offers), silent, tuple(draw(nodes).tolist())) if offers else None
 
     def _wait(self, done: Callable[[], bool], until: float) -> None:
         """Look after the fleet until something holds, or the time is over."""
@@ -294,7 +294,8 @@ class Roster:
         self._offers[node] = offer
 
 
-def _cohort(offers: Sequence[Offer]) -> Cohort:
+def cohort_of(offers: Sequence[Offer]) -> Cohort:
+    """The devices that made these offers."""
     means = {
         item.name: np.concatenate([getattr(offer.means, item.name) for offer in offers])
         for item in fields(Devices)
@@ -306,10 +307,10 @@ def _cohort(offers: Sequence[Offer]) -> Cohort:
     )
 
 
-def _answer(task: Task, message: Message, sent_bytes: int) -> Answer:
+def answer_to(task: Task, message: Message, sent_bytes: int) -> Answer:
     """What a reply to a task says, if it can be read."""
     if message.has_error():
-        return _missing(task, message.error.reason or "no reason given", sent_bytes)
+        return as_missing(task, message.error.reason or "no reason given", sent_bytes)
     sizes = Reply(task.device, wire_bytes_down=sent_bytes, wire_bytes_up=wire_bytes(message))
     try:
         result = read_result(message.content)
@@ -321,5 +322,6 @@ def _answer(task: Task, message: Message, sent_bytes: int) -> Answer:
     return Answer(reply, result.busy_s, result.remembers)
 
 
-def _missing(task: Task, why: str, sent_bytes: int) -> Answer:
+def as_missing(task: Task, why: str, sent_bytes: int) -> Answer:
+    """The answer of a device that gave none."""
     return Answer(Reply(task.device, missing=why, wire_bytes_down=sent_bytes))

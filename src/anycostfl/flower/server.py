@@ -4,8 +4,8 @@ A round: sort, gather offers, plan, send every device its sub-model, wait until 
 the deadline has passed, aggregate what counts. What is late, missing or refused is recorded and the
 round goes on. Devices come and go between rounds; whoever answers is used again.
 
-Flower's `Strategy.start` is not used: it sends every node the same model, waits in steps of three
-seconds, and knows no deadline (docs/decisions/0050).
+Flower's `Strategy.start` is not used: it waits in steps of three seconds and cannot be resumed
+(docs/decisions/0050). Whoever wants it nevertheless takes `strategy.AnycostStrategy`.
 """
 
 from __future__ import annotations
