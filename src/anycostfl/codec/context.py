@@ -22,7 +22,7 @@ from anycostfl.codec.compiled import compiled, inlined
 from anycostfl.codec.kernels import Bytes, Ints
 from anycostfl.errors import PayloadError
 
-MAX_BITS = 24  # of a magnitude
+MAX_BITS = 30  # of a magnitude
 MEMORY = 126  # how many bits back a probability remembers, roughly
 LEVELS = 28  # of activity, two to the octave
 WINDOW = 7  # bytes of the interval

@@ -97,16 +97,30 @@ class Factors:
 
 def factorise(matrix: Tensor, rank: int) -> Factors:
     """The `rank` strongest directions: of MMᵀ where many are wanted, else by subspace iteration."""
-    short = len(matrix)
+    short, unscaled = len(matrix), matrix
+    matrix = matrix / matrix.abs().max()  # squares of small numbers must not vanish
     if 4 * (rank + OVERSAMPLED) >= short:
-        basis = torch.linalg.eigh(matrix @ matrix.T).eigenvectors.flip(1)[:, :rank]
+        basis = _strongest(matrix @ matrix.T, rank)
     else:
         basis = _range_of(matrix, rank + OVERSAMPLED)
         inner = basis.T @ matrix
-        basis = basis @ torch.linalg.eigh(inner @ inner.T).eigenvectors.flip(1)[:, :rank]
-    rows = basis.T @ matrix
+        basis = basis @ _strongest(inner @ inner.T, rank)
+    rows = basis.T @ unscaled
     strength = torch.linalg.vector_norm(rows, dim=1).double().numpy()
     return Factors(basis, strength, rows)
+
+
+def _strongest(gram: Tensor, rank: int) -> Tensor:
+    """Eigenvectors of the largest eigenvalues, largest first."""
+    # Eigenvalues may span more than single precision can tell; LAPACK then fails or returns NaN.
+    for precision in (torch.float32, torch.float64):
+        try:
+            vectors = torch.linalg.eigh(gram.to(precision)).eigenvectors.float()
+        except torch.linalg.LinAlgError:
+            continue
+        if vectors.isfinite().all():
+            return vectors.flip(1)[:, :rank]
+    return torch.eye(len(gram))[:, :rank]
 
 
 def _range_of(matrix: Tensor, columns: int) -> Tensor:

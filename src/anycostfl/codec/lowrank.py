@@ -231,7 +231,7 @@ def compress_lowrank(update: Sequence[Floats], budget: int, tie: Bond) -> bytes:
     if not any(draft.readings):
         return best
     # The estimate is right up to a factor that hardly depends on the step: learn it on the way.
-    finest, coarsest = -26 * FINENESS, 2 * FINENESS
+    finest, coarsest = -32 * FINENESS, 2 * FINENESS
     ratio, low, high = 1.0, finest, coarsest
     for _ in range(TRIES):
         aim = 8 * (budget - OVERHEAD) * (1 + FILLED) / 2 / ratio
@@ -253,7 +253,7 @@ def compress_lowrank(update: Sequence[Floats], budget: int, tie: Bond) -> bytes:
 
 def _coarsen(draft: Draft, bits: float) -> int:
     """The finest step that is expected to take no more than so many bits."""
-    low, high = -26 * FINENESS, 2 * FINENESS
+    low, high = -32 * FINENESS, 2 * FINENESS
     while low < high:
         middle = (low + high) // 2
         if draft.bits(middle) <= bits:
