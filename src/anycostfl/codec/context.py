@@ -52,10 +52,11 @@ class Writer:
         self.data: Bytes = np.empty(capacity + 64, np.uint8)
         self.state: State = np.array([0, _FULL, 0, 0], np.uint64)
 
-    def integers(self, matrix: Integers, contexts: Likelihoods) -> None:
-        """Append a matrix."""
-        self._room(4 * matrix.size + 64)
-        _code_integers(np.ascontiguousarray(matrix), contexts, self.state, self.data, True)
+    def integers(self, matrix: Integers, contexts: Likelihoods, *, signed: bool = True) -> None:
+        """Append a matrix; unsigned integers save the signs."""
+        self._room(5 * matrix.size + 64)
+        matrix = np.ascontiguousarray(matrix)
+        _code_integers(matrix, contexts, self.state, self.data, signed, True)
 
     def _room(self, more: int) -> None:
         used = int(self.state[3])
@@ -84,10 +85,12 @@ class Source:
         head = int.from_bytes(data[:WINDOW].ljust(WINDOW, b"\0"), "big")
         self.state: State = np.array([0, _FULL, head, 0], np.uint64)
 
-    def integers(self, rows: int, columns: int, contexts: Likelihoods) -> Integers:
+    def integers(
+        self, rows: int, columns: int, contexts: Likelihoods, *, signed: bool = True
+    ) -> Integers:
         """The next matrix."""
         matrix = np.zeros((rows, columns), np.int32)
-        _code_integers(matrix, contexts, self.state, self.data, False)
+        _code_integers(matrix, contexts, self.state, self.data, signed, False)
         return matrix
 
     def finish(self) -> None:
@@ -210,8 +213,13 @@ def _code_magnitude(  # noqa: PLR0917 - a compiled loop takes arrays, not object
 
 
 @compiled
-def _code_integers(
-    matrix: Integers, contexts: Likelihoods, state: State, data: Bytes, writing: bool
+def _code_integers(  # noqa: PLR0917 - a compiled loop takes arrays, not objects
+    matrix: Integers,
+    contexts: Likelihoods,
+    state: State,
+    data: Bytes,
+    signed: bool,
+    writing: bool,
 ) -> None:
     """All integers, row by row; activities are in sixteenths."""
     rows, columns = matrix.shape
@@ -225,10 +233,11 @@ def _code_integers(
             magnitude = _code_magnitude(
                 state, data, contexts, _level(activity), abs(number), writing
             )
-            if magnitude:
+            negative = 0
+            if magnitude and signed:
                 negative = _code_plain(state, data, 1, 1 if number < 0 else 0, writing)
-                if not writing:
-                    matrix[i, j] = -magnitude if negative else magnitude
+            if not writing:
+                matrix[i, j] = -magnitude if negative else magnitude
             earlier, before = before, magnitude
             along += ((magnitude << 4) - along) >> 4
             down[j] += ((magnitude << 4) - down[j]) >> 2

@@ -63,29 +63,28 @@ def _second_moment(start: float, end: float, point: float, mean: float) -> float
 
 
 _TABLE: Doubles = np.array([_row(mean) for mean in _MEANS])
+_TABLE[0, 2:] = 0.0  # so small that nothing is coded, and nothing is lost by that
+_SLOPES: Doubles = np.diff(_TABLE, axis=0, append=_TABLE[-1:])
 _FIRST, _LATER = np.ascontiguousarray(_TABLE[:, 0]), np.ascontiguousarray(_TABLE[:, 1])
 
 
-def cost(means: Doubles, step: float) -> tuple[Doubles, Doubles]:
-    """Bits and squared error per element, for mean magnitudes and a step in the same unit."""
-    at = np.clip(
-        PER_OCTAVE * np.log2(np.maximum(means / step, 1e-30)) - PER_OCTAVE * OCTAVES[0],
-        0,
-        _MEANS.size - 1.001,
-    )
-    low = at.astype(np.int64)
+def cost(octaves: Doubles, step: float) -> tuple[Doubles, Doubles]:
+    """Bits and squared error per element, for log₂ of mean magnitudes and a step in their unit."""
+    at = PER_OCTAVE * (octaves - np.log2(step) - OCTAVES[0])
+    at = np.clip(at, 0, len(_TABLE) - 1.001)
+    low = at.astype(np.int32)
     part = at - low
-    bits, error = ((1 - part) * _TABLE[low, c] + part * _TABLE[low + 1, c] for c in (2, 3))
-    # Below the grid nothing is coded: all of E x² = 2 x̄² is lost.
-    nothing = means < _MEANS[0] * step
-    return np.where(nothing, 0.0, bits), np.where(nothing, 2 * means**2, error * step**2)
+    bits = _TABLE[low, 2] + part * _SLOPES[low, 2]
+    error = _TABLE[low, 3] + part * _SLOPES[low, 3]
+    return bits, error * step**2
 
 
-def segment_means(matrix: Floats) -> Doubles:
-    """Mean magnitude of every run of `SEGMENT` columns; the last run of a row may be shorter."""
+def segment_octaves(matrix: Floats) -> Doubles:
+    """log₂ of the mean magnitude of every run of `SEGMENT` columns; the last may be shorter."""
     starts = np.arange(0, matrix.shape[1], SEGMENT)
     sums = np.add.reduceat(np.abs(matrix), starts, axis=1).astype(np.float64)
-    return sums / segment_lengths(matrix.shape[1])
+    octaves: Doubles = np.log2(np.maximum(sums / segment_lengths(matrix.shape[1]), 1e-60))
+    return octaves
 
 
 def segment_lengths(columns: int) -> Doubles:

@@ -71,7 +71,7 @@ class Reading:
     way: Way
     matrix: torch.Tensor
     factors: Factors | None
-    means: tuple[Doubles, ...]  # per factor: (columns of P or rows of the tensor, segments)
+    octaves: tuple[Doubles, ...]  # per factor: (columns of P or rows of the tensor, segments)
     lengths: tuple[Doubles, ...]
 
     @classmethod
@@ -79,8 +79,8 @@ class Reading:
         """The tensor as it is."""
         matrix = read_as(values, Way.DIRECT)
         lengths = laplace.segment_lengths(matrix.shape[1])
-        means = laplace.segment_means(matrix)
-        return cls(Way.DIRECT, torch.from_numpy(matrix), None, (means,), (lengths,))
+        octaves = laplace.segment_octaves(matrix)
+        return cls(Way.DIRECT, torch.from_numpy(matrix), None, (octaves,), (lengths,))
 
     @classmethod
     def factored(cls, values: Floats, way: Way, rank: int) -> Reading:
@@ -93,7 +93,7 @@ class Reading:
             way,
             matrix,
             factors,
-            tuple(laplace.segment_means(part) for part in pair),
+            tuple(laplace.segment_octaves(part) for part in pair),
             tuple(laplace.segment_lengths(part.shape[1]) for part in pair),
         )
 
@@ -118,8 +118,8 @@ class Reading:
     def _costs(self, step: float) -> tuple[Doubles, Doubles]:
         """Bits and squared error of every column and its row together."""
         bits, error = 0.0, 0.0
-        for means, lengths in zip(self.means, self.lengths, strict=True):
-            each = laplace.cost(means, step)
+        for octaves, lengths in zip(self.octaves, self.lengths, strict=True):
+            each = laplace.cost(octaves, step)
             bits, error = bits + each[0] @ lengths, error + each[1] @ lengths
         return np.asarray(bits), np.asarray(error)
 
@@ -151,6 +151,7 @@ class Draft:
         scaled = [np.ldexp(np.ldexp(v, half), -self.exponent - half) for v in update]
         self.energies = [float(np.vdot(v, v)) for v in scaled]
         self.readings = [self._readings(v) for v in scaled]
+        self._seen: dict[int, float] = {}
 
     def _readings(self, values: Floats) -> list[Reading]:
         if not values.any():
@@ -177,7 +178,9 @@ class Draft:
 
     def bits(self, index: int) -> float:
         """Expected bits of all tensors."""
-        return sum(choice.bits for choice in self.choose(step_of(index)))
+        if index not in self._seen:
+            self._seen[index] = sum(choice.bits for choice in self.choose(step_of(index)))
+        return self._seen[index]
 
     def encode(self, index: int) -> bytes:
         """The payload at a step."""
