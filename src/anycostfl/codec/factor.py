@@ -28,6 +28,7 @@ class Way(IntEnum):
     OUT = 2  # out | in, height, width
     IN = 3  # in | out, height, width
     ROWS = 4  # out, height | in, width
+    BOTH = 5  # one basis each for places in the kernel, out and in, and the core between them
 
 
 _ORDERS: dict[Way, tuple[int, ...]] = {Way.IN: (1, 0, 2, 3), Way.ROWS: (0, 2, 1, 3)}
@@ -40,7 +41,8 @@ def ways_of(shape: Sequence[int]) -> tuple[Way, ...]:
         return ()
     spatial = len(shape) == 4 and shape[2] * shape[3] > 1
     ways = (Way.OUT, Way.IN, Way.ROWS) if spatial else (Way.OUT,)
-    return tuple(way for way in ways if most_rank(sides(shape, way)))
+    matrices = tuple(way for way in ways if most_rank(sides(shape, way)))
+    return (*matrices, Way.BOTH) if spatial else matrices
 
 
 def sides(shape: Sequence[int], way: Way) -> tuple[int, int]:
@@ -84,6 +86,17 @@ def write_rows(values: Floats, way: Way, first: int, rows: Floats) -> None:
         turned[(slice(None),) * split + where] = np.moveaxis(rows.reshape(-1, *others), 0, -1)
     else:
         turned[where] = rows.reshape(-1, *others)
+
+
+def by_place(values: Floats) -> Floats:
+    """A convolution as a matrix for every place in its kernel: (height · width, out, in)."""
+    return np.moveaxis(values.reshape(*values.shape[:2], -1), 2, 0)
+
+
+def both_count(shape: Sequence[int], ranks: tuple[int, int]) -> int:
+    """How many numbers the three bases and the core have."""
+    places, (out, into) = shape[2] * shape[3], ranks
+    return places * places + shape[0] * out + shape[1] * into + places * out * into
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -132,11 +145,10 @@ def _range_of(matrix: Tensor, columns: int) -> Tensor:
     return torch.linalg.qr(sketch).Q
 
 
-def refit(basis: Tensor, matrix: Tensor) -> Tensor:
-    """The rows G of least ‖M − P·G‖ for a basis that is no longer orthonormal."""
+def inverse(basis: Tensor) -> Tensor:
+    """P⁺, with which P⁺M is the G of least ‖M − P·G‖ though P is no longer orthonormal."""
     wide = basis.double()
     gram = wide.T @ wide
     # A column that was rounded to nothing must not make the system singular.
     gram.diagonal().add_(1e-6)
-    solve = torch.linalg.solve(gram, wide.T).float()
-    return solve @ matrix
+    return torch.linalg.solve(gram, wide.T).float()

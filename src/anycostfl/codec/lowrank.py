@@ -17,36 +17,23 @@ from dataclasses import dataclass
 from math import frexp, log2, prod
 
 import numpy as np
-import torch
 
-from anycostfl.codec import laplace
 from anycostfl.codec.compiled import compiled
-from anycostfl.codec.context import Integers, Likelihoods, Source, Writer, likelihoods
-from anycostfl.codec.factor import (
-    Factors,
-    Way,
-    factorise,
-    most_rank,
-    read_as,
-    refit,
-    sides,
-    ways_of,
-    write_rows,
-)
+from anycostfl.codec.context import Integers, Source, Writer
+from anycostfl.codec.factor import Way, both_count, most_rank, sides, ways_of, write_rows
 from anycostfl.codec.frame import OVERHEAD, Bond, seal, unseal
-from anycostfl.codec.kernels import Doubles, Floats
+from anycostfl.codec.kernels import Floats
+from anycostfl.codec.readings import MAX_STRENGTH, Choice, Contexts, basis_of, readings_of
 from anycostfl.codec.varint import Reader, varint
 from anycostfl.errors import PayloadError
 
 MAGIC = b"ACFL"
 FINENESS = 256  # steps to the octave, from which Δ is chosen
 EXPONENTS = (-400, 160)  # of Δ
-MAX_STRENGTH = 80  # in half octaves above Δ
 FILLED = 0.985
 TRIES = 8
-COLUMN_BITS, TENSOR_BITS = 4.0, 12.0  # what the header says about a column, a tensor
-LEAST_BITS = 1.5  # per number sent: no budget pays for more columns than that
 BLOCK = 64  # rows decoded at a time
+FINEST, COARSEST = -32 * FINENESS, 2 * FINENESS  # Δ from 2^-24 to 2^10, the update being below 1
 
 Shapes = Mapping[str, Sequence[int]]
 
@@ -64,199 +51,76 @@ def index_of(step: float) -> int:
     return (exponent - 1 - int(log2(FINENESS))) * FINENESS + place
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Reading:
-    """One way to send a tensor: the numbers it would take, summed up in segments."""
-
-    way: Way
-    matrix: torch.Tensor
-    factors: Factors | None
-    octaves: tuple[Doubles, ...]  # per factor: (columns of P or rows of the tensor, segments)
-    lengths: tuple[Doubles, ...]
-
-    @classmethod
-    def direct(cls, values: Floats) -> Reading:
-        """The tensor as it is."""
-        matrix = read_as(values, Way.DIRECT)
-        lengths = laplace.segment_lengths(matrix.shape[1])
-        octaves = laplace.segment_octaves(matrix)
-        return cls(Way.DIRECT, torch.from_numpy(matrix), None, (octaves,), (lengths,))
-
-    @classmethod
-    def factored(cls, values: Floats, way: Way, rank: int) -> Reading:
-        """Two factors of at most `rank` columns."""
-        matrix = torch.from_numpy(np.ascontiguousarray(read_as(values, way)))
-        factors = factorise(matrix, rank)
-        columns = factors.basis.T.numpy() * factors.strength[:, None].astype(np.float32)
-        pair = (columns, factors.rows.numpy())
-        return cls(
-            way,
-            matrix,
-            factors,
-            tuple(laplace.segment_octaves(part) for part in pair),
-            tuple(laplace.segment_lengths(part.shape[1]) for part in pair),
-        )
-
-    def weigh(self, step: float, energy: float) -> Choice:
-        """The rank of least J at this step, and what it costs."""
-        bits, error = self._costs(step)
-        price = laplace.PRICE * step**2
-        if self.factors is None:
-            total = TENSOR_BITS + float(bits.sum())
-            return Choice(self, 0, total, float(error.sum()))
-        gain = self.factors.strength**2 - error - price * (bits + COLUMN_BITS)
-        reached = np.concatenate(([0.0], np.cumsum(gain)))
-        rank = int(reached.argmax())
-        left = energy - float((self.factors.strength[:rank] ** 2).sum())
-        return Choice(
-            self,
-            rank,
-            TENSOR_BITS + float(bits[:rank].sum()) + COLUMN_BITS * rank,
-            max(left, 0.0) + float(error[:rank].sum()),
-        )
-
-    def _costs(self, step: float) -> tuple[Doubles, Doubles]:
-        """Bits and squared error of every column and its row together."""
-        bits, error = 0.0, 0.0
-        for octaves, lengths in zip(self.octaves, self.lengths, strict=True):
-            each = laplace.cost(octaves, step)
-            bits, error = bits + each[0] @ lengths, error + each[1] @ lengths
-        return np.asarray(bits), np.asarray(error)
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Choice:
-    """A reading at a rank, with the bits and the squared error that it is expected to take."""
-
-    reading: Reading | None
-    rank: int
-    bits: float
-    error: float
-
-    @property
-    def way(self) -> Way:
-        """As the payload names it."""
-        return Way.NOTHING if self.reading is None else self.reading.way
-
-
 class Draft:
     """An update ready to be encoded at any step; scaled so that its largest element is below 1."""
 
     def __init__(self, update: Sequence[Floats], budget: int, tie: Bond) -> None:
         largest = max((float(np.abs(v).max()) for v in update if v.size), default=0.0)
         self.exponent = frexp(largest)[1]
-        self.budget, self.tie = budget, tie
-        # In two steps: 2^±149 is beyond what a single float32 factor could say.
+        self.tie = tie
+        # In two steps: a single float32 factor cannot say 2^149.
         half = -self.exponent // 2
         scaled = [np.ldexp(np.ldexp(v, half), -self.exponent - half) for v in update]
         self.energies = [float(np.vdot(v, v)) for v in scaled]
-        self.readings = [self._readings(v) for v in scaled]
+        self.readings = [readings_of(v, 8 * budget) for v in scaled]
         self._seen: dict[int, float] = {}
 
-    def _readings(self, values: Floats) -> list[Reading]:
-        if not values.any():
-            return []
-        readings = [Reading.direct(values)]
-        for way in ways_of(values.shape):
-            both = sides(values.shape, way)
-            paid = int(8 * self.budget / (LEAST_BITS * sum(both)))
-            rank = min(most_rank(both), paid + 1)
-            readings.append(Reading.factored(values, way, rank))
-        return readings
-
-    def choose(self, step: float) -> list[Choice]:
-        """For every tensor the way of least J."""
-        price = laplace.PRICE * step**2
+    def choose(self, step: float) -> list[Choice | None]:
+        """For every tensor the way of least J; None where nothing is the best to send."""
         chosen = []
         for readings, energy in zip(self.readings, self.energies, strict=True):
-            options = [Choice(None, 0, 0.0, energy)]
-            options += [reading.weigh(step, energy) for reading in readings]
-            best = min(options, key=lambda option: option.error + price * option.bits)
-            sent = best.reading is not None and (best.rank or best.reading.factors is None)
-            chosen.append(best if sent else options[0])
+            options = [choice for r in readings if (choice := r.weigh(step)) is not None]
+            best = min(options, key=lambda option: option.loss(step), default=None)
+            chosen.append(best if best is not None and best.loss(step) < energy else None)
         return chosen
 
     def bits(self, index: int) -> float:
         """Expected bits of all tensors."""
         if index not in self._seen:
-            self._seen[index] = sum(choice.bits for choice in self.choose(step_of(index)))
+            choices = self.choose(step_of(index))
+            self._seen[index] = sum(choice.bits for choice in choices if choice is not None)
         return self._seen[index]
 
     def encode(self, index: int) -> bytes:
         """The payload at a step."""
-        step = step_of(index)
-        choices = self.choose(step)
         head = bytearray((index + FINENESS * self.exponent).to_bytes(3, "little", signed=True))
-        contexts = [likelihoods() for _ in range(3)]
-        writer = Writer(int(sum(choice.bits for choice in choices)) // 7)
-        for choice in choices:
-            head.append(choice.way)
-            if choice.reading is None:
+        contexts, writer = Contexts(), Writer(int(self.bits(index)) // 7)
+        for choice in self.choose(step_of(index)):
+            if choice is None:
+                head.append(Way.NOTHING)
                 continue
-            if choice.reading.factors is None:
-                matrix = choice.reading.matrix.numpy()
-                steps = np.full(len(matrix), step, np.float32)
-                writer.integers(laplace.quantize(matrix, steps), contexts[0])
-                continue
-            head += varint(choice.rank)
-            self._write_factors(choice, step, writer, contexts)
+            head.append(choice.reading.way)
+            head += b"".join(varint(rank) for rank in choice.ranks)
+            choice.reading.write(choice.ranks, step_of(index), writer, contexts)
         return seal(MAGIC, bytes(head) + writer.finish(), self.tie)
-
-    @staticmethod
-    def _write_factors(
-        choice: Choice, step: float, writer: Writer, contexts: list[Likelihoods]
-    ) -> None:
-        assert choice.reading is not None and choice.reading.factors is not None
-        factors, matrix, rank = choice.reading.factors, choice.reading.matrix, choice.rank
-        octaves = 2 * np.log2(np.maximum(factors.strength[:rank] / step, 1.0))
-        halves = np.clip(np.rint(octaves), 0, MAX_STRENGTH).astype(np.int32)
-        steps = 2.0 ** (-halves / 2)
-        columns = factors.basis[:, :rank].T.contiguous().numpy()
-        coarse = laplace.quantize(columns, steps.astype(np.float32))
-        basis = torch.from_numpy(basis_of(coarse, halves))
-        rows = refit(basis, matrix).numpy()
-        fine = laplace.quantize(rows, np.full(rank, step, np.float32))
-        writer.integers(np.diff(halves, prepend=0)[None, :].astype(np.int32), contexts[0])
-        writer.integers(coarse, contexts[1])
-        writer.integers(fine, contexts[2])
-
-
-def basis_of(columns: Integers, halves: Integers) -> Floats:
-    """P (short, rank) from its integers: each product is exact or rounded once."""
-    scale = np.where(halves % 2, np.sqrt(0.5), 1.0) * 2.0 ** -(halves // 2).astype(np.float64)
-    return np.ascontiguousarray((columns * scale[:, None]).astype(np.float32).T)
 
 
 def compress_lowrank(update: Sequence[Floats], budget: int, tie: Bond) -> bytes:
-    """The payload of the least step whose bytes fit; tensors in the order of their names."""
+    """The fullest payload within the budget; tensors in the order of their names."""
     draft = Draft(update, budget, tie)
     best = seal(MAGIC, b"", tie)
-    if not any(draft.readings):
-        return best
     # The estimate is right up to a factor that hardly depends on the step: learn it on the way.
-    finest, coarsest = -32 * FINENESS, 2 * FINENESS
-    ratio, low, high = 1.0, finest, coarsest
-    for _ in range(TRIES):
+    ratio, low, high = 1.0, FINEST, COARSEST
+    for _ in range(TRIES if any(draft.readings) else 0):
         aim = 8 * (budget - OVERHEAD) * (1 + FILLED) / 2 / ratio
         index = min(max(_coarsen(draft, aim), low), high)
         payload = draft.encode(index)
         if len(payload) <= budget:
-            best = max(best, payload, key=len)
-            high = index - 1
-            if len(payload) >= FILLED * budget or index == finest:
+            best, high = max(best, payload, key=len), index - 1
+            if len(payload) >= FILLED * budget:
                 break
         else:
             low = index + 1
         if low > high:
             break
-        expected = draft.bits(index)
-        ratio = max(8.0 * (len(payload) - OVERHEAD), 1.0) / expected if expected else ratio
+        if draft.bits(index):
+            ratio = 8 * (len(payload) - OVERHEAD) / draft.bits(index)
     return best
 
 
 def _coarsen(draft: Draft, bits: float) -> int:
     """The finest step that is expected to take no more than so many bits."""
-    low, high = -32 * FINENESS, 2 * FINENESS
+    low, high = FINEST, COARSEST
     while low < high:
         middle = (low + high) // 2
         if draft.bits(middle) <= bits:
@@ -277,17 +141,17 @@ def decompress_lowrank(payload: bytes, shapes: Shapes, tie: Bond) -> Floats:
     reader = Reader(body, "payload")
     step = _read_step(reader)
     plan = [_read_way(reader, tuple(shapes[name])) for name in sorted(shapes)]
-    source, contexts = Source(reader.rest()), [likelihoods() for _ in range(3)]
-    start = 0
-    for name, (way, rank) in zip(sorted(shapes), plan, strict=True):
-        shape = tuple(shapes[name])
-        end = start + prod(shape)
-        values, start = flat[start:end].reshape(shape), end
+    source, contexts, start = Source(reader.rest()), Contexts(), 0
+    for name, (way, ranks) in zip(sorted(shapes), plan, strict=True):
+        end = start + prod(shapes[name])
+        values, start = flat[start:end].reshape(tuple(shapes[name])), end
         if way is Way.DIRECT:
-            numbers = source.integers(*sides(shape, way), contexts[0])
-            values[...] = numbers.reshape(shape)
+            numbers = source.integers(*sides(values.shape, way), contexts.direct)
+            values[...] = numbers.reshape(values.shape)
+        elif way is Way.BOTH:
+            _read_both(values, ranks, source, contexts)
         elif way is not Way.NOTHING:
-            _read_factors(values, way, rank, source, contexts)
+            _read_factors(values, way, ranks[0], source, contexts)
     source.finish()
     _scale(flat, step)
     return flat
@@ -300,32 +164,59 @@ def _read_step(reader: Reader) -> float:
     return step_of(index)
 
 
-def _read_way(reader: Reader, shape: tuple[int, ...]) -> tuple[Way, int]:
+def _read_way(reader: Reader, shape: tuple[int, ...]) -> tuple[Way, tuple[int, ...]]:
     code = reader.byte()
     allowed = (Way.NOTHING, Way.DIRECT, *ways_of(shape)) if prod(shape) else (Way.NOTHING,)
     if code not in allowed:
         raise PayloadError(f"a tensor of shape {list(shape)} cannot be sent in way {code}")
     way = Way(code)
+    if way is Way.BOTH:
+        ranks = reader.varint(1, shape[0]), reader.varint(1, shape[1])
+        if both_count(shape, ranks) > prod(shape):
+            raise PayloadError(f"ranks {ranks} take more numbers than shape {list(shape)} has")
+        return way, ranks
     if way in {Way.NOTHING, Way.DIRECT}:
-        return way, 0
-    return way, reader.varint(1, most_rank(sides(shape, way)))
+        return way, ()
+    return way, (reader.varint(1, most_rank(sides(shape, way))),)
+
+
+def _read_basis(source: Source, rows: int, columns: int, contexts: Contexts) -> Floats:
+    halves = np.cumsum(source.integers(1, columns, contexts.direct)[0], dtype=np.int64)
+    if halves.min() < 0 or halves.max() > MAX_STRENGTH:
+        raise PayloadError(f"the strength of a column is outside 0 to {MAX_STRENGTH}")
+    return basis_of(source.integers(columns, rows, contexts.columns), halves.astype(np.int32))
 
 
 def _read_factors(
-    values: Floats, way: Way, rank: int, source: Source, contexts: list[Likelihoods]
+    values: Floats, way: Way, rank: int, source: Source, contexts: Contexts
 ) -> None:
     short, long = sides(values.shape, way)
-    halves = np.cumsum(source.integers(1, rank, contexts[0])[0], dtype=np.int64)
-    if halves.min() < 0 or halves.max() > MAX_STRENGTH:
-        raise PayloadError(f"the strength of a column is outside 0 to {MAX_STRENGTH}")
-    basis = basis_of(source.integers(rank, short, contexts[1]), halves.astype(np.int32))
-    rows = source.integers(rank, long, contexts[2])
+    basis = _read_basis(source, short, rank, contexts)
+    rows = source.integers(rank, long, contexts.rows)
     for first in range(0, short, BLOCK):
         write_rows(values, way, first, _product(basis[first : first + BLOCK], rows))
 
 
+def _read_both(
+    values: Floats, ranks: tuple[int, ...], source: Source, contexts: Contexts
+) -> None:
+    by_place = values.reshape(*values.shape[:2], -1)
+    sizes = by_place.shape[2], *by_place.shape[:2]
+    counts = by_place.shape[2], *ranks
+    places, out, into = (
+        _read_basis(source, size, count, contexts)
+        for size, count in zip(sizes, counts, strict=True)
+    )
+    core = source.integers(counts[0] * counts[1], counts[2], contexts.rows)
+    across = np.ascontiguousarray(into.T)
+    for k in range(counts[0]):
+        part = _product(_product(out, core[k * counts[1] : (k + 1) * counts[1]]), across)
+        for place in range(counts[0]):
+            by_place[:, :, place] += places[place, k] * part
+
+
 @compiled
-def _product(basis: Floats, rows: Integers) -> Floats:
+def _product(basis: Floats, rows: Integers | Floats) -> Floats:
     """P·G in float32, every sum in the order of the columns: the same bits on every machine."""
     out = np.zeros((basis.shape[0], rows.shape[1]), np.float32)
     for i in range(basis.shape[0]):
