@@ -56,16 +56,17 @@ def main() -> None:
             encoded = time.process_time()
             decoded = nnc.decompress(stream, verbose=False)
             done = time.process_time()
-        lost = sum(
-            float(np.square(v - np.asarray(decoded[n]), dtype=np.float64).sum())
-            for n, v in update.items()
-        )
+        pairs = [(v.astype(np.float64), np.asarray(decoded[n])) for n, v in update.items()]
+        lost = sum(float(np.square(v - d).sum()) for v, d in pairs)
+        other = sum(float(np.square(d, dtype=np.float64).sum()) for _, d in pairs)
+        common = sum(float((v * d).sum()) for v, d in pairs)
         print(
             json.dumps(
                 {
                     "qp": qp,
                     "bytes": len(stream),
                     "relative_error": lost / energy,
+                    "cosine": common / (energy * other) ** 0.5 if other else 0.0,
                     "encode_s": encoded - started,
                     "decode_s": done - encoded,
                 }

@@ -228,7 +228,7 @@ def _code_integers(  # noqa: PLR0917 - a compiled loop takes arrays, not objects
     for i in range(rows):
         before, earlier = 0, 0
         for j in range(columns):
-            activity = (48 * before + 16 * earlier + 2 * along + 2 * down[j]) >> 4
+            activity = (32 * before + 16 * earlier + 2 * along + 4 * down[j]) >> 4
             number = np.int64(matrix[i, j])
             magnitude = _code_magnitude(
                 state, data, contexts, _level(activity), abs(number), writing

@@ -28,7 +28,6 @@ class Way(IntEnum):
     OUT = 2  # out | in, height, width
     IN = 3  # in | out, height, width
     ROWS = 4  # out, height | in, width
-    BOTH = 5  # one basis each for places in the kernel, out and in, and the core between them
 
 
 _ORDERS: dict[Way, tuple[int, ...]] = {Way.IN: (1, 0, 2, 3), Way.ROWS: (0, 2, 1, 3)}
@@ -41,8 +40,7 @@ def ways_of(shape: Sequence[int]) -> tuple[Way, ...]:
         return ()
     spatial = len(shape) == 4 and shape[2] * shape[3] > 1
     ways = (Way.OUT, Way.IN, Way.ROWS) if spatial else (Way.OUT,)
-    matrices = tuple(way for way in ways if most_rank(sides(shape, way)))
-    return (*matrices, Way.BOTH) if spatial else matrices
+    return tuple(way for way in ways if most_rank(sides(shape, way)))
 
 
 def sides(shape: Sequence[int], way: Way) -> tuple[int, int]:
@@ -86,17 +84,6 @@ def write_rows(values: Floats, way: Way, first: int, rows: Floats) -> None:
         turned[(slice(None),) * split + where] = np.moveaxis(rows.reshape(-1, *others), 0, -1)
     else:
         turned[where] = rows.reshape(-1, *others)
-
-
-def by_place(values: Floats) -> Floats:
-    """A convolution as a matrix for every place in its kernel: (height · width, out, in)."""
-    return np.moveaxis(values.reshape(*values.shape[:2], -1), 2, 0)
-
-
-def both_count(shape: Sequence[int], ranks: tuple[int, int]) -> int:
-    """How many numbers the three bases and the core have."""
-    places, (out, into) = shape[2] * shape[3], ranks
-    return places * places + shape[0] * out + shape[1] * into + places * out * into
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -13,14 +13,13 @@ The body of the frame "ACFL" is in docs/wire-format.md; docs/decisions/0011 says
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from math import frexp, log2, prod
+from math import frexp, prod
 
 import numpy as np
 
 from anycostfl.codec.compiled import compiled
 from anycostfl.codec.context import Integers, Source, Writer
-from anycostfl.codec.factor import Way, both_count, most_rank, sides, ways_of, write_rows
+from anycostfl.codec.factor import Way, most_rank, sides, ways_of, write_rows
 from anycostfl.codec.frame import OVERHEAD, Bond, seal, unseal
 from anycostfl.codec.kernels import Floats
 from anycostfl.codec.readings import MAX_STRENGTH, Choice, Contexts, basis_of, readings_of
@@ -44,13 +43,6 @@ def step_of(index: int) -> float:
     return float((FINENESS + mantissa) * 2.0**exponent)
 
 
-def index_of(step: float) -> int:
-    """The largest index whose step is not above the one given."""
-    mantissa, exponent = frexp(step)  # step = mantissa · 2^exponent, mantissa in [1/2, 1)
-    place = int(mantissa * 2 * FINENESS) - FINENESS
-    return (exponent - 1 - int(log2(FINENESS))) * FINENESS + place
-
-
 class Draft:
     """An update ready to be encoded at any step; scaled so that its largest element is below 1."""
 
@@ -58,9 +50,10 @@ class Draft:
         largest = max((float(np.abs(v).max()) for v in update if v.size), default=0.0)
         self.exponent = frexp(largest)[1]
         self.tie = tie
-        # In two steps: a single float32 factor cannot say 2^149.
+        # In two steps: a single float32 factor cannot say 2^148.
         half = -self.exponent // 2
-        scaled = [np.ldexp(np.ldexp(v, half), -self.exponent - half) for v in update]
+        first, second = np.float32(2.0**half), np.float32(2.0 ** (-self.exponent - half))
+        scaled = [v * first * second for v in update]
         self.energies = [float(np.vdot(v, v)) for v in scaled]
         self.readings = [readings_of(v, 8 * budget) for v in scaled]
         self._seen: dict[int, float] = {}
@@ -90,8 +83,8 @@ class Draft:
                 head.append(Way.NOTHING)
                 continue
             head.append(choice.reading.way)
-            head += b"".join(varint(rank) for rank in choice.ranks)
-            choice.reading.write(choice.ranks, step_of(index), writer, contexts)
+            head += varint(choice.rank) if choice.rank else b""
+            choice.reading.write(choice.rank, step_of(index), writer, contexts)
         return seal(MAGIC, bytes(head) + writer.finish(), self.tie)
 
 
@@ -142,16 +135,14 @@ def decompress_lowrank(payload: bytes, shapes: Shapes, tie: Bond) -> Floats:
     step = _read_step(reader)
     plan = [_read_way(reader, tuple(shapes[name])) for name in sorted(shapes)]
     source, contexts, start = Source(reader.rest()), Contexts(), 0
-    for name, (way, ranks) in zip(sorted(shapes), plan, strict=True):
+    for name, (way, rank) in zip(sorted(shapes), plan, strict=True):
         end = start + prod(shapes[name])
         values, start = flat[start:end].reshape(tuple(shapes[name])), end
         if way is Way.DIRECT:
             numbers = source.integers(*sides(values.shape, way), contexts.direct)
             values[...] = numbers.reshape(values.shape)
-        elif way is Way.BOTH:
-            _read_both(values, ranks, source, contexts)
         elif way is not Way.NOTHING:
-            _read_factors(values, way, ranks[0], source, contexts)
+            _read_factors(values, way, rank, source, contexts)
     source.finish()
     _scale(flat, step)
     return flat
@@ -164,20 +155,15 @@ def _read_step(reader: Reader) -> float:
     return step_of(index)
 
 
-def _read_way(reader: Reader, shape: tuple[int, ...]) -> tuple[Way, tuple[int, ...]]:
+def _read_way(reader: Reader, shape: tuple[int, ...]) -> tuple[Way, int]:
     code = reader.byte()
     allowed = (Way.NOTHING, Way.DIRECT, *ways_of(shape)) if prod(shape) else (Way.NOTHING,)
     if code not in allowed:
         raise PayloadError(f"a tensor of shape {list(shape)} cannot be sent in way {code}")
     way = Way(code)
-    if way is Way.BOTH:
-        ranks = reader.varint(1, shape[0]), reader.varint(1, shape[1])
-        if both_count(shape, ranks) > prod(shape):
-            raise PayloadError(f"ranks {ranks} take more numbers than shape {list(shape)} has")
-        return way, ranks
     if way in {Way.NOTHING, Way.DIRECT}:
-        return way, ()
-    return way, (reader.varint(1, most_rank(sides(shape, way))),)
+        return way, 0
+    return way, reader.varint(1, most_rank(sides(shape, way)))
 
 
 def _read_basis(source: Source, rows: int, columns: int, contexts: Contexts) -> Floats:
@@ -197,26 +183,8 @@ def _read_factors(
         write_rows(values, way, first, _product(basis[first : first + BLOCK], rows))
 
 
-def _read_both(
-    values: Floats, ranks: tuple[int, ...], source: Source, contexts: Contexts
-) -> None:
-    by_place = values.reshape(*values.shape[:2], -1)
-    sizes = by_place.shape[2], *by_place.shape[:2]
-    counts = by_place.shape[2], *ranks
-    places, out, into = (
-        _read_basis(source, size, count, contexts)
-        for size, count in zip(sizes, counts, strict=True)
-    )
-    core = source.integers(counts[0] * counts[1], counts[2], contexts.rows)
-    across = np.ascontiguousarray(into.T)
-    for k in range(counts[0]):
-        part = _product(_product(out, core[k * counts[1] : (k + 1) * counts[1]]), across)
-        for place in range(counts[0]):
-            by_place[:, :, place] += places[place, k] * part
-
-
 @compiled
-def _product(basis: Floats, rows: Integers | Floats) -> Floats:
+def _product(basis: Floats, rows: Integers) -> Floats:
     """P·G in float32, every sum in the order of the columns: the same bits on every machine."""
     out = np.zeros((basis.shape[0], rows.shape[1]), np.float32)
     for i in range(basis.shape[0]):

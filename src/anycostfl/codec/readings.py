@@ -6,9 +6,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
-from math import sqrt
 from typing import Protocol
 
 import numpy as np
@@ -20,8 +18,6 @@ from anycostfl.codec.context import Integers, Likelihoods, Writer, likelihoods
 from anycostfl.codec.factor import (
     Factors,
     Way,
-    both_count,
-    by_place,
     factorise,
     inverse,
     most_rank,
@@ -34,11 +30,10 @@ from anycostfl.codec.kernels import Doubles, Floats
 MAX_STRENGTH = 80  # in half octaves above Δ
 COLUMN_BITS, TENSOR_BITS = 4.0, 12.0  # what is said about a column, about a tensor
 LEAST_BITS = 1.5  # per number sent: no budget pays for more columns than that
-WORTH = 1.2  # a column of a two-sided reading is sent if its root mean square has so many steps
 
 
 class Contexts:
-    """What is learnt while coding, apart for tensors as they are, columns, and rows or cores."""
+    """What is learnt while coding, apart for tensors as they are, columns and rows."""
 
     def __init__(self) -> None:
         self.direct: Likelihoods = likelihoods()
@@ -54,18 +49,18 @@ class Reading(Protocol):
         """Its name."""
 
     def weigh(self, step: float) -> Choice | None:
-        """The ranks of least error + λ·bits; None if even one column is not worth its bits."""
+        """The rank of least error + λ·bits; None if even one column is not worth its bits."""
 
-    def write(self, ranks: tuple[int, ...], step: float, to: Writer, contexts: Contexts) -> None:
+    def write(self, rank: int, step: float, to: Writer, contexts: Contexts) -> None:
         """Quantize and code."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Choice:
-    """A reading at certain ranks, with the bits and squared error that it is expected to take."""
+    """A reading at a rank, with the bits and squared error that it is expected to take."""
 
     reading: Reading
-    ranks: tuple[int, ...]
+    rank: int
     bits: float
     error: float
 
@@ -109,11 +104,11 @@ class Direct:
     def weigh(self, step: float) -> Choice:
         """Every element at the step."""
         bits, error = self.numbers.cost(step)
-        return Choice(self, (), TENSOR_BITS + float(bits.sum()), float(error.sum()))
+        return Choice(self, 0, TENSOR_BITS + float(bits.sum()), float(error.sum()))
 
-    def write(self, ranks: tuple[int, ...], step: float, to: Writer, contexts: Contexts) -> None:
+    def write(self, rank: int, step: float, to: Writer, contexts: Contexts) -> None:
         """One matrix."""
-        del ranks
+        del rank
         to.integers(laplace.quantize(self.matrix, _even(len(self.matrix), step)), contexts.direct)
 
 
@@ -149,92 +144,14 @@ class Factored:
         if not rank:
             return None
         lost = max(self.energy - float(strength[:rank].sum()), 0.0) + float(error[:rank].sum())
-        return Choice(self, (rank,), TENSOR_BITS + float(bits[:rank].sum()), lost)
+        return Choice(self, rank, TENSOR_BITS + float(bits[:rank].sum()), lost)
 
-    def write(self, ranks: tuple[int, ...], step: float, to: Writer, contexts: Contexts) -> None:
+    def write(self, rank: int, step: float, to: Writer, contexts: Contexts) -> None:
         """Strengths, columns, and the rows that fit those columns best."""
-        (rank,) = ranks
         basis = self.factors.basis[:, :rank]
         sent = write_basis(basis, self.factors.strength[:rank] / step, to, contexts)
         rows = (inverse(sent) @ self.matrix).numpy()
         to.integers(laplace.quantize(rows, _even(rank, step)), contexts.rows)
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class TwoSided:
-    """A convolution as a core between three bases: for places in the kernel, out and in."""
-
-    tensor: Tensor  # (places, out, in)
-    bases: tuple[Tensor, Tensor, Tensor]
-    strengths: tuple[Doubles, Doubles, Doubles]
-    core: Numbers  # rows: places × out
-    columns: tuple[Numbers, Numbers]
-    energy: float
-    way: Way = Way.BOTH
-
-    @classmethod
-    def of(cls, values: Floats, out: Factors, into: Factors) -> TwoSided:
-        """From the bases of the readings that have out and in as rows."""
-        tensor = torch.from_numpy(np.ascontiguousarray(by_place(values)))
-        places = factorise(tensor.flatten(1), len(tensor))
-        core = places.basis.T @ (out.basis.T @ (tensor @ into.basis)).flatten(1)
-        inner = core.reshape(-1, into.basis.shape[1]).numpy()
-        scaled = (f.basis.T.numpy() * f.strength[:, None].astype(np.float32) for f in (out, into))
-        first, second = (Numbers.of(each) for each in scaled)
-        return cls(
-            tensor,
-            (places.basis, out.basis, into.basis),
-            (places.strength, out.strength, into.strength),
-            Numbers.of(inner),
-            (first, second),
-            float(tensor.double().square().sum()),
-        )
-
-    def weigh(self, step: float) -> Choice | None:
-        """Columns that are strong enough, and what the core between them takes."""
-        least = [WORTH * step * sqrt(basis.shape[0]) for basis in self.bases[1:]]
-        a, b = (int((s > t).sum()) for s, t in zip(self.strengths[1:], least, strict=True))
-        shape = (self.bases[1].shape[0], self.bases[2].shape[0], len(self.tensor), 1)
-        if not a or not b or both_count(shape, (a, b)) > self.tensor.numel():
-            return None
-        bits = 8.0 * len(self.tensor) ** 2 + COLUMN_BITS * (a + b) + 2 * TENSOR_BITS
-        error = 0.0
-        for numbers, rank in zip(self.columns, (a, b), strict=True):
-            each = numbers.cost(step)
-            bits, error = bits + float(each[0][:rank].sum()), error + float(each[1][:rank].sum())
-        taken = np.clip(b - laplace.SEGMENT * np.arange(self.core.lengths.size), 0, laplace.SEGMENT)
-        inside = np.minimum(taken, self.core.lengths)
-        shape3 = (len(self.tensor), -1, self.core.lengths.size)
-        octaves = self.core.octaves.reshape(shape3)[:, :a, inside > 0]
-        core_bits, core_error = laplace.cost(octaves, step)
-        share = inside[inside > 0]
-        energy = 2.0 * 4.0**octaves @ share  # of a Laplacian: twice its squared mean
-        return Choice(
-            self,
-            (a, b),
-            bits + float((core_bits @ share).sum()),
-            error + float((core_error @ share).sum()) + self._outside(a, b, float(energy.sum())),
-        )
-
-    def _outside(self, a: int, b: int, inside: float) -> float:
-        """Energy that no pair of columns reaches: what each side leaves out, or the estimate."""
-        left = [
-            max(self.energy - float((s[:rank] ** 2).sum()), 0.0)
-            for s, rank in zip(self.strengths[1:], (a, b), strict=True)
-        ]
-        return min(max(self.energy - inside, max(left)), sum(left))
-
-    def write(self, ranks: tuple[int, ...], step: float, to: Writer, contexts: Contexts) -> None:
-        """The three bases, then the core that fits them best."""
-        counts = (len(self.tensor), *ranks)
-        sent = [
-            write_basis(basis[:, :count], strength[:count] / step, to, contexts)
-            for basis, strength, count in zip(self.bases, self.strengths, counts, strict=True)
-        ]
-        places, out, into = (inverse(basis) for basis in sent)
-        core = places @ (out @ (self.tensor @ into.T)).flatten(1)
-        inner = core.reshape(-1, ranks[1]).contiguous().numpy()
-        to.integers(laplace.quantize(inner, _even(len(inner), step)), contexts.rows)
 
 
 def _even(rows: int, step: float) -> Floats:
@@ -263,24 +180,9 @@ def readings_of(values: Floats, budget_bits: int) -> list[Reading]:
     """Every way in which a tensor can be sent; none if it is zero."""
     if not values.any():
         return []
-    matrices: dict[Way, Factored] = {}
+    readings: list[Reading] = [Direct.of(values)]
     for way in ways_of(values.shape):
-        if way is not Way.BOTH:
-            both = sides(values.shape, way)
-            rank = min(most_rank(both), 1 + int(budget_bits / (LEAST_BITS * sum(both))))
-            matrices[way] = Factored.of(values, way, rank)
-    readings: list[Reading] = [Direct.of(values), *matrices.values()]
-    if _two_sided(values.shape, matrices):
-        pair = (matrices[way].factors for way in (Way.OUT, Way.IN))
-        readings.append(TwoSided.of(values, *pair))
+        both = sides(values.shape, way)
+        rank = min(most_rank(both), 1 + int(budget_bits / (LEAST_BITS * sum(both))))
+        readings.append(Factored.of(values, way, rank))
     return readings
-
-
-def _two_sided(shape: Sequence[int], matrices: dict[Way, Factored]) -> bool:
-    """Whether the rows of the two readings are out and in, that is: the shorter sides."""
-    return (
-        Way.IN in matrices
-        and Way.OUT in matrices
-        and len(matrices[Way.OUT].matrix) == shape[0]
-        and len(matrices[Way.IN].matrix) == shape[1]
-    )
