@@ -76,7 +76,7 @@ def test_rows_or_columns_of_unequal_size_cost_less_than_their_histogram(axis: in
     sizes = np.exp(rng.normal(0, 1.5, (80, 1) if axis else (1, 600)))
     matrix = np.rint(rng.laplace(0, 1, (80, 600)) * sizes).astype(np.int32)
     histogram = np.unique(matrix, return_counts=True)[1]
-    assert len(coded(matrix)) < 0.93 * entropy.entropy_bytes(histogram)
+    assert len(coded(matrix)) < 0.95 * entropy.entropy_bytes(histogram)
 
 
 def test_all_zeros_cost_next_to_nothing() -> None:

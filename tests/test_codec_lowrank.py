@@ -76,11 +76,11 @@ def test_convolution_is_read_in_the_way_in_which_it_has_low_rank(way: Way) -> No
     shape = (24, 18, 5, 4)
     values = np.zeros(shape, np.float32)
     short, long = sides(shape, way)
-    write_rows(values, way, 0, low_rank(short, long, 1).numpy())
-    assert np.linalg.matrix_rank(read_as(values, way)) == 1
+    write_rows(values, way, 0, low_rank(short, long, 3).numpy())
+    assert np.linalg.matrix_rank(read_as(values, way)) == 3
     payload = packed({"w": torch.from_numpy(values)}, 0.1)
-    assert payload[25] == way
-    assert error({"w": torch.from_numpy(values)}, 0.1) < 1e-5
+    assert (payload[25], payload[26]) == (way, 3)
+    assert error({"w": torch.from_numpy(values)}, 0.1) < 1e-3
 
 
 @pytest.mark.parametrize("shape", [(5, 7), (7, 5), (4, 3, 2, 2), (3, 9, 3, 1), (20, 2, 3, 3), (2, 3, 4)])
@@ -107,15 +107,15 @@ def test_factorise_finds_the_strongest_directions(rows: int, rank: int) -> None:
 
 def test_estimate_of_bits_and_error_is_near_the_truth() -> None:
     rng = np.random.default_rng(0)
-    for mean in (0.2, 1.0, 6.0, 40.0):
+    for mean in (0.3, 1.0, 6.0, 40.0):
         matrix = rng.laplace(0, mean, (200, 320)).astype(np.float32)
         bits, lost = laplace.cost(np.full((1,), np.log2(mean)), 1.0)
         numbers = laplace.quantize(matrix, np.ones(200, np.float32))
         writer = Writer(0)
         writer.integers(numbers, likelihoods())
-        assert 8 * len(writer.finish()) / matrix.size == pytest.approx(float(bits[0]), rel=0.08)
+        assert 8 * len(writer.finish()) / matrix.size == pytest.approx(float(bits[0]), rel=0.06)
         real = float(np.square(matrix - numbers, dtype=np.float64).mean())
-        assert real == pytest.approx(float(lost[0]), rel=0.08)
+        assert real == pytest.approx(float(lost[0]), rel=0.06)
 
 
 def test_same_bytes_every_time_and_whatever_the_order_of_names() -> None:

@@ -114,7 +114,7 @@ def _quantize(
             mean = np.float64(total * scales[i]) / (end - start)
             at = 0
             if mean > 0:
-                at = int(PER_OCTAVE * np.log2(mean)) - PER_OCTAVE * OCTAVES[0]
+                at = int(np.floor(PER_OCTAVE * (np.log2(mean) - OCTAVES[0]) + 0.5))
             at = min(max(at, 0), first.size - 1)
             begin, offset = np.float32(first[at]), np.float32(1 - later[at])
             for j in range(start, end):
