@@ -28,7 +28,9 @@ LEVELS = 28  # of activity, two to the octave
 WINDOW = 7  # bytes of the interval
 LIKELIHOODS = LEVELS * (MAX_BITS + 1) + 3 * LEVELS * (MAX_BITS + 1)
 
-State = NDArray[np.uint64]  # low, high, bytes read as a number, how many bytes were shifted
+U64 = np.uint64
+State = tuple[U64, U64, U64, U64]  # low, high, bytes read as a number, how many were shifted out
+Held = NDArray[np.uint64]  # the same between two matrices
 Likelihoods = NDArray[np.uint32]
 Integers = NDArray[np.int32]
 
@@ -36,7 +38,8 @@ _RATES: Ints = np.array([int(65536 / (n + 1.6)) for n in range(MEMORY + 1)], np.
 _FULL = np.uint64((1 << 56) - 1)
 _TOP = np.uint64(48)
 _NARROW = np.uint64(1 << 32)
-_ONE, _BYTE, _SIXTEEN = np.uint64(1), np.uint64(8), np.uint64(16)
+_NONE, _ONE, _BYTE, _SIXTEEN = (np.uint64(n) for n in (0, 1, 8, 16))
+_AHEAD, _LAST = np.uint64(WINDOW), np.uint64(255)
 _CERTAIN = (1 << 22) - 1
 
 
@@ -50,7 +53,7 @@ class Writer:
 
     def __init__(self, capacity: int) -> None:
         self.data: Bytes = np.empty(capacity + 64, np.uint8)
-        self.state: State = np.array([0, _FULL, 0, 0], np.uint64)
+        self.state: Held = np.array([0, _FULL, 0, 0], np.uint64)
 
     def integers(self, matrix: Integers, contexts: Likelihoods, *, signed: bool = True) -> None:
         """Append a matrix; unsigned integers save the signs."""
@@ -83,7 +86,7 @@ class Source:
     def __init__(self, data: bytes) -> None:
         self.data: Bytes = np.frombuffer(data, np.uint8).copy()
         head = int.from_bytes(data[:WINDOW].ljust(WINDOW, b"\0"), "big")
-        self.state: State = np.array([0, _FULL, head, 0], np.uint64)
+        self.state: Held = np.array([0, _FULL, head, 0], np.uint64)
 
     def integers(
         self, rows: int, columns: int, contexts: Likelihoods, *, signed: bool = True
@@ -103,42 +106,41 @@ class Source:
             )
 
 
-@compiled
-def _settle(state: State, data: Bytes, low: np.uint64, high: np.uint64, writing: bool) -> None:
+@inlined
+def _settle(low: U64, high: U64, code: U64, at: U64, data: Bytes, writing: bool) -> State:
     """Shift out the bytes on which both ends agree; keep the interval wide enough to divide."""
-    while True:
-        if (low ^ high) >> _TOP != 0:
-            if high - low >= _NARROW:
-                break
+    while (low ^ high) >> _TOP == _NONE or high - low < _NARROW:
+        if (low ^ high) >> _TOP != _NONE:
             # Both ends hug a boundary: give up the smaller side, writer and reader alike.
             boundary = (high >> _TOP) << _TOP
             if boundary - low > high - boundary:
                 high = boundary - _ONE
             else:
                 low = boundary
-        at = np.int64(state[3])
         if writing:
             data[at] = np.uint8(high >> _TOP)
         else:
-            following = np.uint64(data[at + WINDOW]) if at + WINDOW < data.size else np.uint64(0)
-            state[2] = ((state[2] << _BYTE) & _FULL) | following
-        state[3] += _ONE
+            following = at + _AHEAD
+            code = (code << _BYTE) & _FULL
+            if following < np.uint64(data.size):
+                code |= np.uint64(data[following])
+        at += _ONE
         low = (low << _BYTE) & _FULL
-        high = ((high << _BYTE) & _FULL) | np.uint64(255)
-    state[0], state[1] = low, high
+        high = ((high << _BYTE) & _FULL) | _LAST
+    return low, high, code, at
 
 
 @inlined
 def _code_bit(  # noqa: PLR0917 - a compiled loop takes arrays, not objects
     state: State, data: Bytes, contexts: Likelihoods, context: int, bit: int, writing: bool
-) -> int:
-    """One bit in its context; returns it, and the context has learnt from it."""
+) -> tuple[int, State]:
+    """One bit in its context; the context learns from it."""
+    low, high, code, at = state
     seen = np.int64(contexts[context])
     times, likely = seen & 1023, seen >> 10
-    low, high = state[0], state[1]
     middle = low + ((high - low) >> _SIXTEEN) * np.uint64((likely >> 6) | 1)
     if not writing:
-        bit = 1 if state[2] <= middle else 0
+        bit = 1 if code <= middle else 0
     if bit:
         high = middle
         likely += ((_CERTAIN - likely) * _RATES[times]) >> 16
@@ -146,77 +148,69 @@ def _code_bit(  # noqa: PLR0917 - a compiled loop takes arrays, not objects
         low = middle + _ONE
         likely -= (likely * _RATES[times]) >> 16
     contexts[context] = np.uint32((likely << 10) | min(times + 1, MEMORY))
-    if (low ^ high) >> _TOP == 0 or high - low < _NARROW:
-        _settle(state, data, low, high, writing)
-    else:
-        state[0], state[1] = low, high
-    return bit
+    return bit, _settle(low, high, code, at, data, writing)
 
 
 @inlined
-def _code_plain(state: State, data: Bytes, bits: int, number: int, writing: bool) -> int:
+def _code_plain(
+    state: State, data: Bytes, bits: int, number: int, writing: bool
+) -> tuple[int, State]:
     """So many bits at once, every number equally likely."""
-    low, high = state[0], state[1]
+    low, high, code, at = state
     share = (high - low) >> np.uint64(bits)
     last = (_ONE << np.uint64(bits)) - _ONE
     part = np.uint64(number)
     if not writing:
-        part = min((state[2] - low) // share, last)
+        part = min((code - low) // share, last)
     if part < last:  # the last one also takes what the division left over
         high = low + (part + _ONE) * share - _ONE
     low += part * share
-    _settle(state, data, low, high, writing)
-    return int(part)
+    return np.int64(part), _settle(low, high, code, at, data, writing)
 
 
 @inlined
 def _level(activity: int) -> int:
     """Activity on a scale of two steps to the octave."""
-    if activity < 4:
-        return activity
     halvings = 0
     while activity >= 4:
         activity >>= 1
         halvings += 1
-    return min(2 + 2 * halvings + (activity & 1), LEVELS - 1)
+    return min(2 + 2 * halvings + (activity & 1), LEVELS - 1) if halvings else activity
 
 
 @inlined
 def _code_magnitude(  # noqa: PLR0917 - a compiled loop takes arrays, not objects
     state: State, data: Bytes, contexts: Likelihoods, level: int, magnitude: int, writing: bool
-) -> int:
+) -> tuple[int, State]:
     length = 0
     if writing:
         while magnitude >> length:
             length += 1
-    first, bits = level * (MAX_BITS + 1), 0
-    while bits < MAX_BITS and _code_bit(
-        state, data, contexts, first + bits, 1 if length > bits else 0, writing
-    ):
-        bits += 1
-    if bits < 2:
-        return bits
+    first, bits, more = level * (MAX_BITS + 1), 0, 1
+    while bits < MAX_BITS and more:
+        wanted = 1 if length > bits else 0
+        more, state = _code_bit(state, data, contexts, first + bits, wanted, writing)
+        bits += more
+    value, left = min(bits, 1), bits - 1
     # Below the leading one: two bits in context of the length, the others plain.
-    within = LEVELS * (MAX_BITS + 1) + 3 * first
-    left, value = bits - 2, 1
-    bit = _code_bit(state, data, contexts, within + 3 * bits, (magnitude >> left) & 1, writing)
-    value = 2 + bit
-    if left:
+    place = LEVELS * (MAX_BITS + 1) + 3 * (first + bits)
+    for _ in range(min(left, 2)):
         left -= 1
-        place = within + 3 * bits + value - 1
-        bit = _code_bit(state, data, contexts, place, (magnitude >> left) & 1, writing)
+        wanted = (magnitude >> left) & 1
+        bit, state = _code_bit(state, data, contexts, place, wanted, writing)
         value = 2 * value + bit
-    if left:
-        rest = _code_plain(state, data, left, magnitude & ((1 << left) - 1), writing)
+        place += 1 + bit
+    if left > 0:
+        rest, state = _code_plain(state, data, left, magnitude & ((1 << left) - 1), writing)
         value = (value << left) | rest
-    return value
+    return value, state
 
 
 @compiled
 def _code_integers(  # noqa: PLR0917 - a compiled loop takes arrays, not objects
     matrix: Integers,
     contexts: Likelihoods,
-    state: State,
+    held: Held,
     data: Bytes,
     signed: bool,
     writing: bool,
@@ -225,19 +219,22 @@ def _code_integers(  # noqa: PLR0917 - a compiled loop takes arrays, not objects
     rows, columns = matrix.shape
     down = np.zeros(columns, np.int64)
     along = 0
+    state = (held[0], held[1], held[2], held[3])
     for i in range(rows):
         before, earlier = 0, 0
         for j in range(columns):
             activity = (32 * before + 16 * earlier + 2 * along + 4 * down[j]) >> 4
             number = np.int64(matrix[i, j])
-            magnitude = _code_magnitude(
+            magnitude, state = _code_magnitude(
                 state, data, contexts, _level(activity), abs(number), writing
             )
             negative = 0
             if magnitude and signed:
-                negative = _code_plain(state, data, 1, 1 if number < 0 else 0, writing)
+                wanted = 1 if number < 0 else 0
+                negative, state = _code_plain(state, data, 1, wanted, writing)
             if not writing:
                 matrix[i, j] = -magnitude if negative else magnitude
             earlier, before = before, magnitude
             along += ((magnitude << 4) - along) >> 4
             down[j] += ((magnitude << 4) - down[j]) >> 2
+    held[0], held[1], held[2], held[3] = state

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import IntEnum
-from math import prod
+from math import inf, prod
 
 import numpy as np
 import torch
@@ -18,6 +18,7 @@ from torch import Tensor
 from anycostfl.codec.kernels import Doubles, Floats
 
 OVERSAMPLED, ITERATIONS = 8, 2
+WEAKEST_BITS = 0.6
 
 
 class Way(IntEnum):
@@ -95,32 +96,50 @@ class Factors:
     rows: Tensor  # (rank, long)
 
 
-def factorise(matrix: Tensor, rank: int) -> Factors:
-    """The `rank` strongest directions: of MMᵀ where many are wanted, else by subspace iteration."""
+def factorise(matrix: Tensor, rank: int, budget_bits: float = inf) -> Factors:
+    """The strongest directions, `rank` at most and as many as the bits could possibly pay for.
+
+    From MMᵀ where many are wanted, else by subspace iteration.
+    """
     short, unscaled = len(matrix), matrix
     matrix = matrix / matrix.abs().max()  # squares of small numbers must not vanish
     if 4 * (rank + OVERSAMPLED) >= short:
-        basis = _strongest(matrix @ matrix.T, rank)
+        values, basis = _eigh(matrix @ matrix.T)
     else:
-        basis = _range_of(matrix, rank + OVERSAMPLED)
-        inner = basis.T @ matrix
-        basis = basis @ _strongest(inner @ inner.T, rank)
+        sketch = _range_of(matrix, rank + OVERSAMPLED)
+        inner = sketch.T @ matrix
+        values, basis = _eigh(inner @ inner.T)
+        basis = sketch @ basis
+    rank = min(rank, _affordable(values.double().numpy(), budget_bits / sum(matrix.shape)))
+    basis = basis[:, :rank].contiguous()
     rows = basis.T @ unscaled
     strength = torch.linalg.vector_norm(rows, dim=1).double().numpy()
     return Factors(basis, strength, rows)
 
 
-def _strongest(gram: Tensor, rank: int) -> Tensor:
-    """Eigenvectors of the largest eigenvalues, largest first."""
+def _affordable(energies: Doubles, bits: float) -> int:
+    """How many directions so many bits per number of one could pay for.
+
+    The weakest that is worth sending takes about a bit per number; one that has four times its
+    energy takes one bit more.
+    """
+    octaves = np.log2(np.maximum(energies, 1e-30))
+    needed = (np.cumsum(octaves) - octaves * np.arange(1, octaves.size + 1)) / 2
+    needed += WEAKEST_BITS * np.arange(1, octaves.size + 1)
+    return 1 + int(np.count_nonzero(needed <= bits))
+
+
+def _eigh(gram: Tensor) -> tuple[Tensor, Tensor]:
+    """Eigenvalues, largest first, and eigenvectors."""
     # Eigenvalues may span more than single precision can tell; LAPACK then fails or returns NaN.
     for precision in (torch.float32, torch.float64):
         try:
-            vectors = torch.linalg.eigh(gram.to(precision)).eigenvectors.float()
+            values, vectors = torch.linalg.eigh(gram.to(precision))
         except torch.linalg.LinAlgError:
             continue
         if vectors.isfinite().all():
-            return vectors.flip(1)[:, :rank]
-    return torch.eye(len(gram))[:, :rank]
+            return values.flip(0), vectors.flip(1).float()
+    return torch.ones(len(gram)), torch.eye(len(gram))
 
 
 def _range_of(matrix: Tensor, columns: int) -> Tensor:

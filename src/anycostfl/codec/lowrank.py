@@ -29,7 +29,7 @@ from anycostfl.errors import PayloadError
 MAGIC = b"ACFL"
 FINENESS = 256  # steps to the octave, from which Δ is chosen
 EXPONENTS = (-400, 160)  # of Δ
-FILLED = 0.985
+FILLED = 0.97
 TRIES = 8
 BLOCK = 64  # rows decoded at a time
 FINEST, COARSEST = -32 * FINENESS, 2 * FINENESS  # Δ from 2^-24 to 2^10, the update being below 1
@@ -93,10 +93,11 @@ def compress_lowrank(update: Sequence[Floats], budget: int, tie: Bond) -> bytes:
     draft = Draft(update, budget, tie)
     best = seal(MAGIC, b"", tie)
     # The estimate is right up to a factor that hardly depends on the step: learn it on the way.
+    # Where a tensor changes its way the size may jump; halving finds the better side of that.
     ratio, low, high = 1.0, FINEST, COARSEST
-    for _ in range(TRIES if any(draft.readings) else 0):
+    for attempt in range(TRIES if any(draft.readings) else 0):
         aim = 8 * (budget - OVERHEAD) * (1 + FILLED) / 2 / ratio
-        index = min(max(_coarsen(draft, aim), low), high)
+        index = min(max(_coarsen(draft, aim), low), high) if attempt < 3 else (low + high) // 2
         payload = draft.encode(index)
         if len(payload) <= budget:
             best, high = max(best, payload, key=len), index - 1

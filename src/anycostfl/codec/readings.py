@@ -124,13 +124,13 @@ class Factored:
     energy: float
 
     @classmethod
-    def of(cls, values: Floats, way: Way, rank: int) -> Factored:
-        """At most `rank` columns."""
+    def of(cls, values: Floats, way: Way, rank: int, budget_bits: int) -> Factored:
+        """At most `rank` columns, and no more than the budget could pay for."""
         matrix = torch.from_numpy(np.ascontiguousarray(read_as(values, way)))
-        factors = factorise(matrix, rank)
+        factors = factorise(matrix, rank, budget_bits)
         scaled = factors.basis.T.numpy() * factors.strength[:, None].astype(np.float32)
         rows = Numbers.of(factors.rows.numpy())
-        energy = float(matrix.double().square().sum())
+        energy = float(torch.linalg.vector_norm(matrix)) ** 2
         return cls(way, matrix, factors, Numbers.of(scaled), rows, energy)
 
     def weigh(self, step: float) -> Choice | None:
@@ -184,5 +184,5 @@ def readings_of(values: Floats, budget_bits: int) -> list[Reading]:
     for way in ways_of(values.shape):
         both = sides(values.shape, way)
         rank = min(most_rank(both), 1 + int(budget_bits / (LEAST_BITS * sum(both))))
-        readings.append(Factored.of(values, way, rank))
+        readings.append(Factored.of(values, way, rank, budget_bits))
     return readings
