@@ -201,7 +201,9 @@ def judge(folder: Path, python: str | None) -> None:
         rows = table(update, blocks, tried, repeat=1)
         print(f"\n{path.stem}")
         show(rows, sum(tensor.numel() for tensor in update.values()))
-        error = {name: [r.error for r in rows if r.codec == name] for name in ("lowrank", "nncodec")}
+        error = {
+            name: [r.error for r in rows if r.codec == name] for name in ("lowrank", "nncodec")
+        }
         if tried:
             ratios = (a / b for a, b in zip(error["lowrank"], error["nncodec"], strict=True))
             print("low rank's error / nncodec's: " + ", ".join(f"{r:.3f}" for r in ratios))

@@ -102,7 +102,9 @@ def main() -> None:
     torch.set_num_threads(1)
     for stage in STAGES:
         wanted = not args.only or stage.name in args.only
-        paths = {kind: args.folder / f"{stage.name}-{kind}.safetensors" for kind in ("iid", "noniid")}
+        paths = {
+            kind: args.folder / f"{stage.name}-{kind}.safetensors" for kind in ("iid", "noniid")
+        }
         if not wanted or all(path.exists() for path in paths.values()):
             continue
         for kind, update in local_updates(stage, args.cifar10).items():

@@ -17,7 +17,16 @@ from pathlib import Path
 
 import atheris
 
-COMPILED = ("compiled", "kernels", "entropy", "refine", "context", "kernelplus", "laplace", "lowrank")  # instrumented loops do not compile
+COMPILED = (
+    "compiled",
+    "kernels",
+    "entropy",
+    "refine",
+    "context",
+    "kernelplus",
+    "laplace",
+    "lowrank",
+)  # instrumented loops do not compile
 HIDDEN = (
     []
     if os.environ.get("NUMBA_DISABLE_JIT") == "1"

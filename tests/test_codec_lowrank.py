@@ -83,7 +83,9 @@ def test_convolution_is_read_in_the_way_in_which_it_has_low_rank(way: Way) -> No
     assert error({"w": torch.from_numpy(values)}, 0.1) < 1e-3
 
 
-@pytest.mark.parametrize("shape", [(5, 7), (7, 5), (4, 3, 2, 2), (3, 9, 3, 1), (20, 2, 3, 3), (2, 3, 4)])
+@pytest.mark.parametrize(
+    "shape", [(5, 7), (7, 5), (4, 3, 2, 2), (3, 9, 3, 1), (20, 2, 3, 3), (2, 3, 4)]
+)
 def test_rows_of_a_reading_go_back_where_they_came_from(shape: tuple[int, ...]) -> None:
     values = np.arange(np.prod(shape), dtype=np.float32).reshape(shape)
     for way in ways_of(shape):

@@ -19,7 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from anycostfl.codec.compiled import compiled, inlined
-from anycostfl.codec.kernels import Bytes, Ints
+from anycostfl.codec.kernels import Bytes, Ints, Whole
 from anycostfl.errors import PayloadError
 
 MAX_BITS = 30  # of a magnitude
@@ -107,8 +107,9 @@ class Source:
 
 
 @inlined
-def _settle(low: U64, high: U64, code: U64, at: U64, data: Bytes, writing: bool) -> State:
+def _settle(state: State, data: Bytes, writing: bool) -> State:
     """Shift out the bytes on which both ends agree; keep the interval wide enough to divide."""
+    low, high, code, at = state
     while (low ^ high) >> _TOP == _NONE or high - low < _NARROW:
         if (low ^ high) >> _TOP != _NONE:
             # Both ends hug a boundary: give up the smaller side, writer and reader alike.
@@ -132,8 +133,8 @@ def _settle(low: U64, high: U64, code: U64, at: U64, data: Bytes, writing: bool)
 
 @inlined
 def _code_bit(  # noqa: PLR0917 - a compiled loop takes arrays, not objects
-    state: State, data: Bytes, contexts: Likelihoods, context: int, bit: int, writing: bool
-) -> tuple[int, State]:
+    state: State, data: Bytes, contexts: Likelihoods, context: Whole, bit: Whole, writing: bool
+) -> tuple[Whole, State]:
     """One bit in its context; the context learns from it."""
     low, high, code, at = state
     seen = np.int64(contexts[context])
@@ -148,13 +149,13 @@ def _code_bit(  # noqa: PLR0917 - a compiled loop takes arrays, not objects
         low = middle + _ONE
         likely -= (likely * _RATES[times]) >> 16
     contexts[context] = np.uint32((likely << 10) | min(times + 1, MEMORY))
-    return bit, _settle(low, high, code, at, data, writing)
+    return bit, _settle((low, high, code, at), data, writing)
 
 
 @inlined
 def _code_plain(
-    state: State, data: Bytes, bits: int, number: int, writing: bool
-) -> tuple[int, State]:
+    state: State, data: Bytes, bits: Whole, number: Whole, writing: bool
+) -> tuple[Whole, State]:
     """So many bits at once, every number equally likely."""
     low, high, code, at = state
     share = (high - low) >> np.uint64(bits)
@@ -165,11 +166,11 @@ def _code_plain(
     if part < last:  # the last one also takes what the division left over
         high = low + (part + _ONE) * share - _ONE
     low += part * share
-    return np.int64(part), _settle(low, high, code, at, data, writing)
+    return np.int64(part), _settle((low, high, code, at), data, writing)
 
 
 @inlined
-def _level(activity: int) -> int:
+def _level(activity: Whole) -> Whole:
     """Activity on a scale of two steps to the octave."""
     halvings = 0
     while activity >= 4:
@@ -180,18 +181,21 @@ def _level(activity: int) -> int:
 
 @inlined
 def _code_magnitude(  # noqa: PLR0917 - a compiled loop takes arrays, not objects
-    state: State, data: Bytes, contexts: Likelihoods, level: int, magnitude: int, writing: bool
-) -> tuple[int, State]:
+    state: State, data: Bytes, contexts: Likelihoods, level: Whole, magnitude: Whole, writing: bool
+) -> tuple[Whole, State]:
     length = 0
     if writing:
         while magnitude >> length:
             length += 1
-    first, bits, more = level * (MAX_BITS + 1), 0, 1
+    first = level * (MAX_BITS + 1)
+    bits: Whole = 0
+    more: Whole = 1
     while bits < MAX_BITS and more:
-        wanted = 1 if length > bits else 0
+        wanted: Whole = 1 if length > bits else 0
         more, state = _code_bit(state, data, contexts, first + bits, wanted, writing)
         bits += more
-    value, left = min(bits, 1), bits - 1
+    value: Whole = min(bits, 1)
+    left = bits - 1
     # Below the leading one: two bits in context of the length, the others plain.
     place = LEVELS * (MAX_BITS + 1) + 3 * (first + bits)
     for _ in range(min(left, 2)):
@@ -218,17 +222,18 @@ def _code_integers(  # noqa: PLR0917 - a compiled loop takes arrays, not objects
     """All integers, row by row; activities are in sixteenths."""
     rows, columns = matrix.shape
     down = np.zeros(columns, np.int64)
-    along = 0
+    along: Whole = 0
     state = (held[0], held[1], held[2], held[3])
     for i in range(rows):
-        before, earlier = 0, 0
+        before: Whole = 0
+        earlier: Whole = 0
         for j in range(columns):
             activity = (32 * before + 16 * earlier + 2 * along + 4 * down[j]) >> 4
             number = np.int64(matrix[i, j])
             magnitude, state = _code_magnitude(
                 state, data, contexts, _level(activity), abs(number), writing
             )
-            negative = 0
+            negative: Whole = 0
             if magnitude and signed:
                 wanted = 1 if number < 0 else 0
                 negative, state = _code_plain(state, data, 1, wanted, writing)

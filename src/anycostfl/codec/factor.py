@@ -135,7 +135,7 @@ def _eigh(gram: Tensor) -> tuple[Tensor, Tensor]:
     for precision in (torch.float32, torch.float64):
         try:
             values, vectors = torch.linalg.eigh(gram.to(precision))
-        except torch.linalg.LinAlgError:
+        except torch.linalg.LinAlgError:  # type: ignore[attr-defined]
             continue
         if vectors.isfinite().all():
             return values.flip(0), vectors.flip(1).float()
@@ -148,7 +148,8 @@ def _range_of(matrix: Tensor, columns: int) -> Tensor:
     sketch = matrix @ torch.randn(matrix.shape[1], columns, generator=draw)
     for _ in range(ITERATIONS):
         sketch = matrix @ (matrix.T @ torch.linalg.qr(sketch).Q)
-    return torch.linalg.qr(sketch).Q
+    basis: Tensor = torch.linalg.qr(sketch).Q
+    return basis
 
 
 def inverse(basis: Tensor) -> Tensor:
@@ -157,4 +158,5 @@ def inverse(basis: Tensor) -> Tensor:
     gram = wide.T @ wide
     # A column that was rounded to nothing must not make the system singular.
     gram.diagonal().add_(1e-6)
-    return torch.linalg.solve(gram, wide.T).float()
+    pseudo: Tensor = torch.linalg.solve(gram, wide.T).float()
+    return pseudo

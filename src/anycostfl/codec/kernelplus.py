@@ -112,7 +112,8 @@ def _read_grid(reader: Reader) -> Grid:
 def _as_mask(flags: Integers, name: str) -> Bools:
     if flags.max() != 1:
         raise PayloadError(f"{name}: kept flags are 0 or 1, and one at least is 1")
-    return flags.ravel() == 1
+    mask: Bools = flags.ravel() == 1
+    return mask
 
 
 @compiled

@@ -15,7 +15,7 @@ from anycostfl.codec.context import MAX_BITS, Integers
 from anycostfl.codec.kernels import Doubles, Floats
 
 PRICE = 0.13  # of a bit, in squared steps; at fine steps it would be ln 4 / 12
-SEGMENT = 32  # neighbours that share one mean magnitude
+SEGMENT = 64  # neighbours that share one mean magnitude
 OCTAVES, PER_OCTAVE = (-8, 20), 4
 _MEANS: Doubles = 2.0 ** (np.arange(OCTAVES[0] * PER_OCTAVE, OCTAVES[1] * PER_OCTAVE) / PER_OCTAVE)
 _LARGEST = (1 << MAX_BITS) - 1
@@ -96,7 +96,9 @@ def segment_lengths(columns: int) -> Doubles:
 def quantize(matrix: Floats, steps: Floats) -> Integers:
     """Integers that stand for the rows of `matrix` at one step each."""
     integers = np.empty(matrix.shape, np.int32)
-    _quantize(np.ascontiguousarray(matrix), 1 / steps, _FIRST, _LATER, integers)
+    _quantize(
+        np.ascontiguousarray(matrix), (1 / steps).astype(np.float32), _FIRST, _LATER, integers
+    )
     return integers
 
 

@@ -176,9 +176,7 @@ def _read_basis(source: Source, rows: int, columns: int, contexts: Contexts) -> 
     return basis_of(source.integers(columns, rows, contexts.columns), halves.astype(np.int32))
 
 
-def _read_factors(
-    values: Floats, way: Way, rank: int, source: Source, contexts: Contexts
-) -> None:
+def _read_factors(values: Floats, way: Way, rank: int, source: Source, contexts: Contexts) -> None:
     short, long = sides(values.shape, way)
     basis = _read_basis(source, short, rank, contexts)
     rows = source.integers(rank, long, contexts.rows)
@@ -207,6 +205,6 @@ def _product(basis: Floats, rows: Integers) -> Floats:
 
 @compiled
 def _scale(flat: Floats, step: float) -> None:
-    largest = np.finfo(np.float32).max
+    largest = np.float64(np.finfo(np.float32).max)
     for i in range(flat.size):
         flat[i] = np.float32(min(max(np.float64(flat[i]) * step, -largest), largest))
