@@ -5,7 +5,7 @@ BIN    := $(VENV)/bin
 READY  := $(VENV)/.ready
 
 .DEFAULT_GOAL := help
-.PHONY: help run test check lint format bench clean
+.PHONY: help run fleet test check lint format bench clean
 
 help: ## Show this list
 	@awk -F':.*## ' '/^[a-z]+:.*## / {printf "  \033[1mmake %-8s\033[0m %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -17,6 +17,9 @@ $(READY): pyproject.toml constraints.txt
 
 run: $(READY) ## Install, then train a simulated fleet on the embedded data (two minutes)
 	$(BIN)/anycostfl run demo
+
+fleet: $(READY) ## A real fleet on this machine: one server, four devices, TLS and keys (two minutes)
+	$(BIN)/anycostfl fleet
 
 test: lint ## Install, then run every quick check: lint, types, layers, tests
 	$(BIN)/python -m pytest -n 2 -m "not slow"
@@ -39,6 +42,8 @@ bench: $(READY) ## Measure; takes minutes, wants a quiet machine
 	$(BIN)/python benchmarks/codec.py
 	$(BIN)/python benchmarks/planner.py
 	$(BIN)/python benchmarks/simulator.py
+	$(BIN)/python benchmarks/export_latency.py
+	$(BIN)/python benchmarks/device_profile.py
 
 clean: ## Remove the environment and all caches
 	rm -rf $(VENV) build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache

@@ -10,7 +10,16 @@ from hypothesis import strategies as st
 from torch import nn
 
 from anycostfl import ElasticModel, models
-from anycostfl.aggregate import LEAST_RATIO, Contribution, aggregate, optimal_weights
+from anycostfl.aggregate import (
+    LEAST_RATIO,
+    Contribution,
+    Rules,
+    aggregate,
+    clip_bound,
+    clipped,
+    optimal_weights,
+    size_of,
+)
 from anycostfl.errors import ConfigError
 from anycostfl.shrink.widths import put
 from anycostfl.types import Update
@@ -162,3 +171,75 @@ def test_indices_that_are_no_prefix_are_added_in_place() -> None:
     wanted = torch.zeros(384, 128)
     put(wanted, plan.index[name], -ones)
     assert torch.equal(new, wanted)
+
+
+# --- rules against devices that lie ---------------------------------------------------------------
+
+
+def ranked(values: list[float], rules: Rules) -> float:
+    """One element by hand: sort, leave out both ends, take the mean of the rest."""
+    if len(values) < max(rules.least, 1):
+        return 0.0
+    out = (len(values) - 1) // 2 if rules.combine == "median" else int(rules.trim * len(values))
+    out = min(out, (len(values) - 1) // 2)
+    kept = sorted(values)[out : len(values) - out]
+    return sum(kept) / len(kept)
+
+
+@settings(deadline=None)
+@given(
+    cohort=strategies,
+    combine=st.sampled_from(["mean", "trimmed", "median"]),
+    least=st.integers(1, 4),
+    trim=st.floats(0, 0.5),
+)
+def test_rules_equal_brute_force(
+    cohort: list[tuple[float, float, int]], combine: str, least: int, trim: float
+) -> None:
+    rules = Rules(combine=combine, least=least, trim=trim)
+    contributions = [random_contribution(*one) for one in cohort]
+    state = {n: torch.zeros_like(p) for n, p in net().module.named_parameters()}
+    result = aggregate(state, contributions, rules)
+    for name, got in result.items():
+        dense = [net().scatter(c.update.values, c.plan).values[name] for c in contributions]
+        sent = [
+            net().scatter({n: m.float() for n, m in c.update.masks.items()}, c.plan).values[name]
+            for c in contributions
+        ]
+        for place in np.ndindex(*got.shape):
+            here = [i for i, s in enumerate(sent) if s[place] > 0]
+            values = [float(dense[i][place]) for i in here]
+            if combine == "mean":
+                weights = [contributions[i].weight for i in here]
+                enough = len(here) >= least
+                wanted = np.average(values, weights=weights) if enough else 0.0
+            else:
+                wanted = ranked(values, rules)
+            assert float(got[place]) == pytest.approx(-wanted, abs=1e-6)
+
+
+def test_one_liar_cannot_move_a_median_far() -> None:
+    honest = [random_contribution(1.0, 1.0, seed) for seed in range(4)]
+    liar = random_contribution(1.0, 1.0, 9)
+    scaled = Update({n: 1e6 * v for n, v in liar.update.values.items()}, liar.update.masks)
+    state = {n: torch.zeros_like(p) for n, p in net().module.named_parameters()}
+    lied = Contribution(liar.plan, scaled, 1.0)
+    for combine in ("trimmed", "median"):
+        new = aggregate(state, [*honest, lied], Rules(combine=combine, trim=0.25))
+        assert max(float(w.abs().max()) for w in new.values()) < 10
+
+
+def test_sizes_are_clipped_to_their_median() -> None:
+    updates = [random_contribution(1.0, 1.0, seed).update for seed in range(5)]
+    updates[3] = Update({n: 100 * v for n, v in updates[3].values.items()}, updates[3].masks)
+    sizes = [size_of(u) for u in updates]
+    bound = clip_bound(sizes, Rules(clip=2.0))
+    assert bound == pytest.approx(2 * float(np.median(sizes)))
+    assert [size_of(clipped(u, bound)) for u in updates] == pytest.approx(
+        [min(size, bound) for size in sizes]
+    )
+    assert clipped(updates[0], bound) is updates[0]
+    assert clip_bound(sizes, Rules(clip=0.0)) == np.inf
+    assert clip_bound([0.0], Rules()) == np.inf
+    by_hand = Update({"w": torch.tensor([3.0, 4.0, 0.0, 0.0])}, {})
+    assert size_of(by_hand) == pytest.approx(2.5)

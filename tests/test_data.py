@@ -143,3 +143,17 @@ def test_a_small_concentration_is_more_uneven() -> None:
 def test_more_devices_than_samples_are_refused() -> None:
     with pytest.raises(ConfigError, match="at most 5"):
         data.split_iid(np.zeros(5), 6, np.random.default_rng(0))
+
+
+def test_the_number_of_threads_does_not_show_in_the_data() -> None:
+    before = torch.get_num_threads()
+    try:
+        loaded = []
+        for threads in (1, 3):
+            torch.set_num_threads(threads)
+            loaded.append(data.load("embedded").train_images)
+    finally:
+        torch.set_num_threads(before)
+    assert torch.equal(*loaded)
+    assert loaded[0].mean().abs() < 1e-5
+    assert abs(float(loaded[0].std()) - 1) < 1e-5

@@ -33,6 +33,7 @@ from anycostfl.export import (
     ExportError,
     cut,
     least_alpha,
+    measure_widths,
     open_trained,
     parse_limit,
     weigh,
@@ -253,13 +254,13 @@ def test_fit_takes_the_widest_model_within_the_flops(cnn_run: Path) -> None:
         return trained.net.coupling.flops(trained.net.plan(alpha).widths, training=False)
 
     best = max(i / 100 for i in range(1, 101) if flops(i / 100) <= 10e6)
-    assert widest(trained, parse_limit("10MFLOP"), "onnx") == best
-    assert widest(trained, parse_limit("1GFLOP"), "onnx") == 1.0
+    assert widest(trained, parse_limit("10MFLOP"), "onnx").alpha == best
+    assert widest(trained, parse_limit("1GFLOP"), "onnx").alpha == 1.0
 
 
 def test_fit_takes_the_widest_file(cnn_run: Path, tmp_path: Path) -> None:
     trained = open_trained(cnn_run)
-    alpha = widest(trained, parse_limit("1.5 mb"), "safetensors")
+    alpha = widest(trained, parse_limit("1.5 mb"), "safetensors").alpha
     sizes = []
     for candidate in (alpha, alpha + 0.01):
         sub, path = cut(trained, candidate), tmp_path / "file"
@@ -268,6 +269,19 @@ def test_fit_takes_the_widest_file(cnn_run: Path, tmp_path: Path) -> None:
     assert sizes[0] <= 1_500_000
     assert sizes[1] == sizes[0] or sizes[1] > 1_500_000  # the same widths, or too many
     assert trained.net.plan(alpha).flops_ratio < 0.5
+
+
+@pytest.mark.slow
+def test_fit_takes_a_width_that_is_fast_enough(cnn_run: Path) -> None:
+    trained = open_trained(cnn_run)
+    (full,) = measure_widths(trained, [1.0])
+    assert full.latency_ms is not None
+    done = call(cnn_run, "--fit", f"{full.latency_ms / 2}ms", "--json")
+    assert done.exit_code == 0, done.output
+    (row,) = json.loads(done.stdout)["exported"]
+    assert row["latency_ms"] <= full.latency_ms / 2
+    assert 0.05 < row["alpha"] < 1
+    assert Path(row["file"]).stat().st_size == row["bytes"]
 
 
 def test_what_does_not_fit_says_the_least_that_would(cnn_run: Path) -> None:
@@ -306,7 +320,8 @@ def test_table_of_widths(cnn_run: Path) -> None:
     assert wide["parameters"] == 1_663_370
     assert wide["flops"] == 2 * (25 * 32 * 784 + 25 * 32 * 64 * 196 + 3136 * 512 + 512 * 10)
     assert narrow["bytes"] > 4 * narrow["parameters"]
-    assert all(wide[key] > narrow[key] for key in ("parameters", "flops", "bytes", "latency_ms"))
+    assert all(wide[key] > narrow[key] for key in ("parameters", "flops", "bytes"))
+    assert all(row["latency_ms"] > 0 for row in rows)
     trained = open_trained(cnn_run)
     dataset = load(trained.config.data.name)
     right = count_correct(cut(trained, 0.25).module, dataset.test_images, dataset.test_labels)

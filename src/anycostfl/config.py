@@ -19,6 +19,8 @@ from pathlib import Path
 from typing import Annotated, Any, TypeVar, get_args, get_origin, get_type_hints
 
 from anycostfl import models
+from anycostfl.aggregate import Rules
+from anycostfl.attacks import Attack
 from anycostfl.checks import Count, Interval, OneOf, Positive, check_fields, rule_problems
 from anycostfl.errors import ConfigError, UnknownName
 from anycostfl.types import FleetSpec, Limits, Profile, Workload
@@ -102,6 +104,8 @@ class Config:
     model: Model
     run: Run
     limits: Limits = field(default_factory=Limits)
+    aggregation: Rules = field(default_factory=Rules)
+    attack: Attack = field(default_factory=Attack)
     rates: Mapping[str, float] = field(default_factory=dict)
     summary: str = ""
 
@@ -144,18 +148,19 @@ def parse_config(text: str, source: str) -> Config:
 
 def to_toml(config: Config) -> str:
     """The configuration as TOML text that reads back as the same configuration."""
-    lines = [f"summary = {_toml(config.summary)}"]
+    lines = [f"summary = {toml_value(config.summary)}"]
     for section in (item.name for item in fields(config) if item.name != "summary"):
         lines += ["", f"[{section}]"]
         record = getattr(config, section)
         values = record if isinstance(record, Mapping) else asdict(record)
-        lines += [f"{k} = {_toml(v)}" for k, v in values.items() if v is not None]
+        lines += [f"{k} = {toml_value(v)}" for k, v in values.items() if v is not None]
     return "\n".join(lines) + "\n"
 
 
-def _toml(value: str | bool | float | tuple[str, ...]) -> str:
+def toml_value(value: str | bool | float | tuple[str, ...]) -> str:
+    """One value as TOML writes it."""
     if isinstance(value, tuple):
-        return f"[{', '.join(map(_toml, value))}]"
+        return f"[{', '.join(map(toml_value, value))}]"
     if isinstance(value, bool):
         return str(value).lower()
     return json.dumps(value, ensure_ascii=False) if isinstance(value, str) else repr(value)

@@ -18,7 +18,7 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, replace
-from functools import lru_cache
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -321,17 +321,29 @@ def weigh(trained: Trained, sub: SubModel, path: Path) -> Width:
     )
 
 
-def measure_latency_ms(paths: Sequence[Path], example: Tensor, *, repeats: int = 50) -> list[float]:
-    """Median milliseconds of ONNX files on one sample each, run in turns."""
+TURN = 5
+"""Consecutive runs of one file; the first of them, which warms caches, does not count."""
+
+
+def measure_latency_ms(
+    paths: Sequence[Path],
+    example: Tensor,
+    *,
+    repeats: int = 60,
+    clock: Callable[[], float] = time.perf_counter,
+) -> list[float]:
+    """Median milliseconds of ONNX files on one sample each, a few runs of each in turns."""
     sessions = [open_onnx(path) for path in paths]
     feed = {"input": example[:1].numpy()}
     seen: list[list[float]] = [[] for _ in paths]
-    for _ in range(repeats + 5):
+    for _ in range(1 + repeats // (TURN - 1)):
         for session, times in zip(sessions, seen, strict=True):
-            start = time.perf_counter()
-            session.run(None, feed)
-            times.append(1e3 * (time.perf_counter() - start))
-    return [statistics.median(times[5:]) for times in seen]
+            for run in range(TURN):
+                start = clock()
+                session.run(None, feed)
+                if run > 0:
+                    times.append(1e3 * (clock() - start))
+    return [statistics.median(times[TURN - 1 :]) for times in seen]
 
 
 def measure_widths(
@@ -405,25 +417,34 @@ def parse_limit(text: str) -> Limit:
     return Limit(field, float(found[1]), unit, scale)
 
 
-def widest(trained: Trained, limit: Limit, format_name: str) -> float:
-    """The largest α (to a hundredth) whose sub-model costs no more than the limit."""
+def widest(trained: Trained, limit: Limit, format_name: str) -> Width:
+    """The widest sub-model (α to a hundredth) that costs no more than the limit.
+
+    A latency that fits is measured once more, for the first time may have been lucky.
+    """
+    probe = partial(_probe, trained, limit, format_name)
     least = least_alpha(trained.net)
     alphas = [least, *(i / 100 for i in range(1, 101) if i / 100 > least)]
-    first = limit.cost(_probe(trained, least, limit, format_name))
-    if first > limit.amount:
+    narrowest = found = probe(least)
+    if limit.cost(narrowest) > limit.amount:
         raise InfeasibleBudget(
-            f"nothing fits into {limit.amount:g} {limit.unit}: the narrowest sub-model "
-            f"(alpha = {least:.4g}) takes {first:.3g} {limit.unit}; allow at least that"
+            f"nothing fits into {limit.amount:g} {limit.unit}: the narrowest sub-model (alpha = "
+            f"{least:.4g}) takes {limit.cost(narrowest):.3g} {limit.unit}; allow at least that"
         )
     low, high = 0, len(alphas)  # the one at `low` fits, the one at `high` is too wide
     while high - low > 1:
         middle = (low + high) // 2
-        fits = limit.cost(_probe(trained, alphas[middle], limit, format_name)) <= limit.amount
-        low, high = (middle, high) if fits else (low, middle)
-    return alphas[low]
+        if limit.cost(probed := probe(alphas[middle])) <= limit.amount:
+            low, found = middle, probed
+        else:
+            high = middle
+    if limit.field == "latency_ms":
+        while low > 0 and limit.cost(found := probe(alphas[low])) > limit.amount:
+            low -= 1
+    return found if low > 0 else narrowest
 
 
-def _probe(trained: Trained, alpha: float, limit: Limit, format_name: str) -> Width:
+def _probe(trained: Trained, limit: Limit, format_name: str, alpha: float) -> Width:
     """What a width costs, as far as the limit asks."""
     sub = trained.net.shrink(alpha)  # statistics change neither size nor speed
     sub.module.eval()

@@ -84,10 +84,12 @@ def draw_fleet(
     """Every device of the fleet as it is in a round, with the channel it has in the cohort."""
     distance = draw_distance_m(spec, seed=seed, round_index=round_index)
     hardware = draw_hardware(spec, seed=seed, profiles=profiles or {})
+    channel = channel_rate_bps(spec, distance, hardware["power_w"], sharers=spec.cohort)
+    measured = measured_rate_bps(spec, profiles or {})
     devices = make_devices(
         **hardware,
         samples=draw_samples(spec, seed=seed) if samples is None else samples,
-        rate_bps=channel_rate_bps(spec, distance, hardware["power_w"], sharers=spec.cohort),
+        rate_bps=np.where(np.isnan(measured), channel, measured),
         latency_s=spec.latency_s,
         energy_j=_uniform(
             generator(seed, round_index, Purpose.BUDGET),
@@ -123,10 +125,7 @@ def draw_hardware(
         "power_w",
         "energy_coefficient",
     )
-    if spec.profiles:
-        kinds = [
-            _known(spec.profiles[i % len(spec.profiles)], profiles) for i in range(spec.devices)
-        ]
+    if kinds := _kinds(spec, profiles):
         return {name: np.array([getattr(kind, name) for kind in kinds]) for name in names}
     low, high = spec.energy_coefficient_min, spec.energy_coefficient_max
     if spec.energy_coefficient_std is not None:
@@ -134,6 +133,20 @@ def draw_hardware(
     epsilon = _uniform(generator(seed, 0, Purpose.HARDWARE), (low, high), spec.devices)
     constants = {name: np.full(spec.devices, getattr(spec, name)) for name in names[:4]}
     return {**constants, "energy_coefficient": epsilon}
+
+
+def measured_rate_bps(spec: FleetSpec, profiles: Mapping[str, Profile]) -> FloatArray:
+    """The uplink of every device whose profile holds one; NaN elsewhere."""
+    kinds = _kinds(spec, profiles)
+    if not kinds:
+        return np.full(spec.devices, np.nan)
+    return np.array([np.nan if kind.rate_bps is None else kind.rate_bps for kind in kinds])
+
+
+def _kinds(spec: FleetSpec, profiles: Mapping[str, Profile]) -> list[Profile]:
+    """The profile of every device, in turn; none if hardware is drawn."""
+    names = spec.profiles
+    return [_known(names[i % len(names)], profiles) for i in range(spec.devices)] if names else []
 
 
 def draw_samples(spec: FleetSpec, *, seed: int, classes: int = 10) -> FloatArray:
@@ -154,16 +167,17 @@ def place_device(
     latency_s: npt.ArrayLike,
     energy_j: npt.ArrayLike,
 ) -> Devices:
-    """One real device in the radio cell of a fleet, with its budgets."""
+    """One real device with its budgets, in the radio cell of a fleet or at its measured rate."""
     if not np.all(POSITIVE.contains(distance_m)):
         raise ConfigError([f"distance_m: given {distance_m!r}, allowed {POSITIVE}"])
+    channel = channel_rate_bps(spec, distance_m, profile.power_w, sharers=spec.cohort)
     return make_devices(
         samples=spec.samples,
         flops_per_cycle=profile.flops_per_cycle,
         energy_coefficient=profile.energy_coefficient,
         frequency_min_hz=profile.frequency_min_hz,
         frequency_max_hz=profile.frequency_max_hz,
-        rate_bps=channel_rate_bps(spec, distance_m, profile.power_w, sharers=spec.cohort),
+        rate_bps=channel if profile.rate_bps is None else profile.rate_bps,
         power_w=profile.power_w,
         latency_s=latency_s,
         energy_j=energy_j,

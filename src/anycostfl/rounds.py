@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
 
-from anycostfl.aggregate import Contribution
+from anycostfl.aggregate import Contribution, Rules, clip_bound, clipped, size_of
 from anycostfl.config import Config
 from anycostfl.errors import PayloadError
 from anycostfl.fleet import Cohort
@@ -45,10 +45,10 @@ class Assignment:
     seed: int
     weight: float
 
-    def job(self, memories: Mapping[int, State]) -> Job:
-        """What the device has to know."""
-        memory = memories.get(self.device)
-        return Job(self.device, self.plan.alpha, self.upload, self.seed, memory)
+    def job(self, memories: Mapping[int, State], liars: Mapping[int, str]) -> Job:
+        """What the device has to know, and how it lies in an experiment with liars."""
+        memory, lie = memories.get(self.device), liars.get(self.device, "")
+        return Job(self.device, self.plan.alpha, self.upload, self.seed, memory, lie)
 
 
 def assign(
@@ -102,36 +102,43 @@ def binding(config: Config, number: int, device: int, plan: WidthPlan) -> bytes:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Outcome:
-    """What became of an assignment: its reply, and "ok" or why it does not count."""
+    """What became of an assignment: its reply, "ok" or why it does not count, the update's size."""
 
     assignment: Assignment
     reply: Reply
     status: str
+    size: float = 0.0
 
 
 def receive(
-    method: Method,
-    assignments: Sequence[Assignment],
-    replies: Iterator[Reply],
-    outcomes: list[Outcome],
-) -> Iterator[Contribution]:
-    """Decode and check one reply after the other; refused ones are noted and left out."""
-    for assignment, reply in zip(assignments, replies, strict=True):
-        update, status = _decode(method, assignment, reply)
-        outcomes.append(Outcome(assignment, reply, status))
-        if update is not None:
-            yield Contribution(assignment.plan, update, assignment.weight)
+    method: Method, assignments: Sequence[Assignment], replies: Iterable[Reply]
+) -> list[Outcome]:
+    """Check one reply after the other against what its device was told."""
+    return [_check(method, a, reply) for a, reply in zip(assignments, replies, strict=True)]
 
 
-def _decode(method: Method, assignment: Assignment, reply: Reply) -> tuple[Update | None, str]:
+def _check(method: Method, assignment: Assignment, reply: Reply) -> Outcome:
     if reply.missing:
-        return None, f"missing: {reply.missing}"
+        return Outcome(assignment, reply, f"missing: {reply.missing}")
     if reply.error:
-        return None, f"refused: {reply.error}"
+        return Outcome(assignment, reply, f"refused: {reply.error}")
     try:
-        return method.decode(reply.payload, assignment.shapes, assignment.upload.binding), "ok"
+        return Outcome(assignment, reply, "ok", size_of(_decode(method, assignment, reply)))
     except PayloadError as error:
-        return None, f"refused: {error}"
+        return Outcome(assignment, reply, f"refused: {error}")
+
+
+def _decode(method: Method, assignment: Assignment, reply: Reply) -> Update:
+    return method.decode(reply.payload, assignment.shapes, assignment.upload.binding)
+
+
+def accepted(method: Method, outcomes: Sequence[Outcome], rules: Rules) -> Iterator[Contribution]:
+    """The updates that count, decoded once more, one at a time: the cohort never lies in memory."""
+    usable = [o for o in outcomes if o.status == "ok"]
+    bound = clip_bound((o.size for o in usable), rules)
+    for outcome in usable:
+        update = clipped(_decode(method, outcome.assignment, outcome.reply), bound)
+        yield Contribution(outcome.assignment.plan, update, outcome.assignment.weight)
 
 
 def describe(

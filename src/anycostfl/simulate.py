@@ -10,13 +10,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from anycostfl import attacks
 from anycostfl.aggregate import aggregate
 from anycostfl.config import Config, load_profile
 from anycostfl.coupling import tensors_of
 from anycostfl.experiment import prepare
 from anycostfl.fleet import draw_cohort
 from anycostfl.methods import State
-from anycostfl.rounds import Outcome, assign, describe, evaluate, is_due, receive
+from anycostfl.rounds import accepted, assign, describe, evaluate, is_due, receive
 from anycostfl.runs import Snapshot, Turn, Turns
 from anycostfl.types import RoundRecord
 from anycostfl.workers import one_thread, open_executor
@@ -34,6 +35,7 @@ def play(config: Config, *, workers: int = 1, start: Snapshot | None = None) -> 
     net, method = side.net, side.method
     profiles = {name: load_profile(name) for name in config.fleet.profiles}
     limits = config.limits_of(config.run.method)
+    liars = attacks.liars(config.attack, config.fleet.devices, config.run.seed)
     memories: dict[int, State] = {}
     if start is not None:
         net.load(start.state)
@@ -55,10 +57,10 @@ def play(config: Config, *, workers: int = 1, start: Snapshot | None = None) -> 
             strategies = method.plan(cohort.devices, config.workload, limits)
             assignments = assign(config, side, cohort, strategies, number)
 
-            replies = executor.perform([a.job(memories) for a in assignments])
-            outcomes: list[Outcome] = []
-            accepted = receive(method, assignments, replies, outcomes)
-            net.load(aggregate(tensors_of(net.module), accepted))
+            replies = executor.perform([a.job(memories, liars) for a in assignments])
+            outcomes = receive(method, assignments, replies)
+            updates = accepted(method, outcomes, config.aggregation)
+            net.load(aggregate(tensors_of(net.module), updates, config.aggregation))
             memories |= {o.reply.device: o.reply.memory for o in outcomes if o.reply.memory}
 
             accuracy = evaluate(side, executor) if is_due(config, number) else None

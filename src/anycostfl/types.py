@@ -185,7 +185,10 @@ class Strategies:
 
 @dataclass(frozen=True, slots=True)
 class Profile:
-    """One real device type: its compute unit, clock range and radio."""
+    """One real device type: its compute unit, clock range and radio.
+
+    `rate_bps` is its uplink where that was measured; otherwise the cell's channel decides.
+    """
 
     name: str
     flops_per_cycle: Positive
@@ -193,6 +196,7 @@ class Profile:
     frequency_min_hz: Annotated[Positive, AtMost("frequency_max_hz")]
     frequency_max_hz: Positive
     power_w: Positive
+    rate_bps: Annotated[float | None, POSITIVE] = None
     sources: tuple[str, ...] = ()
     guess: tuple[str, ...] = ()
 

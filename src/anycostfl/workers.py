@@ -24,6 +24,7 @@ import torch
 from torch import Tensor, nn
 
 from anycostfl import methods, models
+from anycostfl.attacks import corrupt
 from anycostfl.coupling import tensors_of
 from anycostfl.errors import AnycostError, BetaError, UpdateError
 from anycostfl.methods import Method, State, Upload
@@ -90,6 +91,7 @@ class Job:
     upload: Upload
     seed: int
     memory: State | None = None
+    lie: str = ""  # a kind of attack, in experiments
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -167,6 +169,8 @@ def work(
     """What a device does with its sub-model: train, compress (Sec. III-A.1 and III-A.2)."""
     method.prepare(module, job.alpha)
     update = train(module, *samples, options, torch.Generator().manual_seed(job.seed))
+    if job.lie:
+        update = corrupt(update, job.lie, job.seed)
     try:
         payload, memory = method.encode(update, job.upload, job.memory)
     except (UpdateError, BetaError) as error:

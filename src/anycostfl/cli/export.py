@@ -46,10 +46,11 @@ def export(
         _note(exporting.warnings_of(trained, alpha or ()))
         _measure(trained, run, alpha or TABLE_ALPHAS, json)
     else:
-        chosen = alpha or [exporting.widest(trained, exporting.parse_limit(fit), format_)]
+        fitted = exporting.widest(trained, exporting.parse_limit(fit), format_) if fit else None
+        chosen = [fitted.alpha] if fitted else alpha or []
         _note(exporting.warnings_of(trained, chosen))
         files = {a: out_file or run / exporting.default_name(trained, format_, a) for a in chosen}
-        _export_widths(trained, files, format_, json)
+        _export_widths(trained, files, format_, fitted.latency_ms if fitted else None, json)
 
 
 def _refuse_nonsense(
@@ -91,15 +92,19 @@ def _export_elastic(trained: Trained, path: Path, json: bool) -> None:
     out.print(f'  net = anycostfl.load_elastic("{path}")\n  sub = net.shrink(0.25)')
 
 
-def _export_widths(trained: Trained, files: dict[float, Path], format_: str, json: bool) -> None:
+def _export_widths(
+    trained: Trained, files: dict[float, Path], format_: str, known_ms: float | None, json: bool
+) -> None:
+    """Write, check and show every file; `known_ms` is a latency that was measured already."""
     rows: list[dict[str, object]] = []
     for alpha, path in files.items():
         sub = exporting.cut(trained, alpha)
         difference = exporting.write(trained, sub, path, format_)
         width = exporting.weigh(trained, sub, path)
-        if format_ == "onnx":
-            latency = exporting.measure_latency_ms([path], trained.example(1))
-            width = replace(width, latency_ms=latency[0])
+        latency = known_ms
+        if format_ == "onnx" and known_ms is None:
+            latency = exporting.measure_latency_ms([path], trained.example(1))[0]
+        width = replace(width, latency_ms=latency)
         rows.append({"file": str(path), "difference": difference, **asdict(width)})
         if not json:
             out.print(f"{path}: differs from PyTorch by at most {difference:.1e}")

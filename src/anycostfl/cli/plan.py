@@ -91,6 +91,8 @@ def _plan_device(
     settings: config.Config, name: str, given: tuple[float | None, float | None, float | None]
 ) -> Planned:
     profile, spec = config.load_profile(name), settings.fleet
+    if given[2] is not None:  # whoever asks for a distance wants the channel there
+        profile = replace(profile, rate_bps=None)
     mean_distance = spec.distance_mean_m or 2.0 * spec.radius_m / 3.0
     defaults = spec.latency_s, (spec.energy_min_j + spec.energy_max_j) / 2, mean_distance
     latency, energy, distance = (

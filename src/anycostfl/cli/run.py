@@ -16,6 +16,7 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
 from anycostfl import methods
 from anycostfl.cli._console import emit_json, err, out, table
+from anycostfl.cli._flower import find_engine
 from anycostfl.config import Config, load_preset, to_toml
 from anycostfl.errors import ConfigError, MissingExtra
 from anycostfl.experiment import settle
@@ -23,7 +24,6 @@ from anycostfl.fleet import draw_cohort
 from anycostfl.records import PAGE, RunWriter, totals
 from anycostfl.report import draw_curves, summarise, write_page
 from anycostfl.runs import Snapshot, Turn, keep, take_up
-from anycostfl.simulate import play
 from anycostfl.types import RoundRecord
 
 
@@ -33,11 +33,13 @@ def run(
     out_dir: Annotated[Path | None, typer.Option("--out", help="Run directory")] = None,
     resume: Annotated[Path | None, typer.Option(help="Go on with this run directory")] = None,
     workers: Annotated[int, typer.Option(help="Processes; 0 is one per core")] = 0,
+    engine: Annotated[str, typer.Option(help="Where devices run: own, or flower (Ray)")] = "own",
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Only show what would happen")] = False,
     json: Annotated[bool, typer.Option("--json", help="One JSON document at the end")] = False,
 ) -> None:
     """Train a simulated fleet and show what it cost. Ctrl-C stops it cleanly; --resume goes on."""
     processes = check_workers(workers)
+    find_engine(engine)
     if resume is not None:
         if set_ or out_dir or dry_run:
             raise ConfigError(["--resume takes the run as it is: no --set, --out or --dry-run"])
@@ -54,7 +56,7 @@ def run(
             return
         writer = RunWriter.create(out_dir or _free_folder(Path(preset).stem), to_toml(config))
         records, start = [], None
-    stopped = _train(config, writer, records, start, processes, quiet=json)
+    stopped = _train(config, writer, records, start, processes, engine=engine, quiet=json)
     _conclude(config, writer.folder, records, stopped=stopped, json=json)
     if stopped:
         raise typer.Exit(130)
@@ -82,15 +84,18 @@ def _train(
     start: Snapshot | None,
     workers: int,
     *,
+    engine: str,
     quiet: bool,
 ) -> bool:
     """Play the rounds into the run directory; True if Ctrl-C stopped it."""
-    turns = keep(play(config, workers=workers, start=start), config, writer)
+    turns = keep(find_engine(engine)(config, workers=workers, start=start), config, writer)
+    next_page = 0.0
     try:
         for turn in _watched(turns, config, records, quiet=quiet):
             records.append(turn.record)
-            if turn.after.round % config.run.checkpoint_every == 0:
+            if len(records) % config.run.checkpoint_every == 0 and len(records) >= next_page:
                 write_page([writer.folder])
+                next_page = 1.05 * len(records)  # so that pages of long runs cost little in all
     except KeyboardInterrupt:
         with suppress(KeyboardInterrupt):
             turns.close()

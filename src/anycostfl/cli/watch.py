@@ -16,9 +16,9 @@ def watch(
     port: Annotated[int, typer.Option(help="Port on this machine; 0 is any free one")] = 8008,
 ) -> None:
     """Serve the page of runs that go on, on this machine only, until Ctrl-C."""
-    with LiveServer(runs, port) as server:
-        out.print(f"Watch at {server.address}  (Ctrl-C stops)")
-        try:
+    try:
+        with LiveServer(runs, port) as server:
+            out.print(f"Watch at {server.address}  (Ctrl-C stops)")
             server.serve_forever(poll_interval=0.2)
-        except KeyboardInterrupt:
-            out.print("No longer watching; the run itself is not touched.")
+    except KeyboardInterrupt:
+        out.print("No longer watching; the run itself is not touched.")

@@ -123,7 +123,7 @@ def _rounded(values: Iterable[float | None], digits: int) -> list[float | None]:
     scale = 10.0 ** np.clip(digits - 1 - np.floor(np.log10(size)), -300, 300)
     short = (np.rint(np.where(finite, exact, 0.0) * scale) / scale).tolist()
     return [
-        (int(v) if v.is_integer() else v) if known else None
+        (int(v) if v.is_integer() and abs(v) < 1e15 else v) if known else None
         for v, known in zip(short, finite.tolist(), strict=True)
     ]
 

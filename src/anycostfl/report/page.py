@@ -74,7 +74,7 @@ def policy(*, live: bool) -> str:
 def pack(runs: Sequence[Document]) -> str:
     """The data as base64 of deflated JSON: no character of it means anything to HTML."""
     content = json.dumps(list(runs), separators=(",", ":"), allow_nan=False, ensure_ascii=False)
-    return base64.b64encode(zlib.compress(content.encode("utf-8", "replace"), 9)).decode()
+    return base64.b64encode(zlib.compress(content.encode("utf-8", "replace"))).decode()
 
 
 @functools.cache

@@ -80,10 +80,10 @@ def sqrt_rule(_coupling: Coupling, dials: tuple[Dial, ...], alpha: float) -> dic
 
 
 def fast_rule(coupling: Coupling, dials: tuple[Dial, ...], alpha: float) -> dict[str, int]:
-    """The widest link of the chain whose training FLOPs are α of the full model's, within 1 %."""
+    """The widest link of the chain whose training FLOPs are at most α of the full model's."""
     chain = _chain(coupling, dials)
     for ratio, widths in chain:
-        if ratio <= 1.01 * alpha:
+        if ratio <= alpha * (1 + 1e-9):
             return dict(widths)
     return dict(chain[-1][1])
 

@@ -42,17 +42,18 @@ function axis(more) {
 
 /**
  * Draw or draw again. `data` is uPlot's: x, then one array per series. `describe(index)` puts the
- * point under the cursor into words, `rest` is said without one. `marks` are horizontal lines:
- * [value, label].
+ * point under the cursor into words, `rest` is said without one; `tabulate()` gives the numbers.
+ * `marks` are horizontal lines: [value, label].
  */
-function draw(view, { data, series, x, y, height = 280, describe, rest, marks = [], bands = [] }) {
+function draw(view, { data, series, x, y, height = 280, describe, rest, tabulate, marks = [], bands = [] }) {
   view.chart?.destroy();
+  view.tabulate = tabulate;
   const last = data[0].length - 1;
   const say = (index) => { view.readout.textContent = index != null ? describe(index) : rest ?? (last < 0 ? "" : describe(last)); };
   const options = {
     width: Math.max(view.box.clientWidth, 120),
     height,
-    padding: [12, 10, 0, 0],
+    padding: [12, 20, 0, 0],
     legend: { show: false },
     cursor: { y: false, drag: { x: false, y: false }, points: { size: 7 } },
     scales: { x: { time: false, ...(series[0]?.isBars && { range: barRange }) }, y: y.range ? { range: y.range } : {} },
@@ -89,8 +90,9 @@ function drawMark(chart, value, label) {
   ink.stroke();
   ink.font = `${12 * devicePixelRatio}px system-ui, sans-serif`;
   ink.textAlign = "left";
-  ink.textBaseline = "bottom";
-  ink.fillText(label, left + 4 * devicePixelRatio, place - 3 * devicePixelRatio);
+  const isHigh = place - top < 18 * devicePixelRatio; // no room above: write below the line
+  ink.textBaseline = isHigh ? "top" : "bottom";
+  ink.fillText(label, left + 4 * devicePixelRatio, place + (isHigh ? 4 : -3) * devicePixelRatio);
   ink.restore();
 }
 

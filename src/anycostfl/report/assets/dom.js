@@ -33,9 +33,10 @@ const UNITS = {
   bytes: [["GB", 1e9], ["MB", 1e6], ["kB", 1e3], ["B", 1]],
 };
 
-/** The largest unit in which a value is at least two. */
+/** The largest unit of which a value is at least one; two of minutes and hours. */
 function unitFor(kind, value) {
-  return UNITS[kind].find(([, size]) => Math.abs(value) >= 2 * size) ?? UNITS[kind].at(-1);
+  const least = kind === "seconds" ? 2 : 1;
+  return UNITS[kind].find(([, size]) => Math.abs(value) >= least * size) ?? UNITS[kind].at(-1);
 }
 
 /** A quantity in words, such as "3.2 kJ". */

@@ -16,12 +16,16 @@ const RAMPS = {
   dark: [[33, 52, 58], [38, 92, 102], [64, 150, 163], [122, 205, 213], [214, 245, 246]],
 };
 
-/** The colour at a share of the ramp. */
-function rampColour(share) {
+const SHADES = 256;
+
+/** The colours of the ramp, from the lowest value to the highest. */
+function shades() {
   const stops = RAMPS[isDark() ? "dark" : "light"];
-  const place = Math.min(1, Math.max(0, share)) * (stops.length - 1);
-  const low = Math.min(Math.floor(place), stops.length - 2);
-  return stops[low].map((from, k) => Math.round(from + (stops[low + 1][k] - from) * (place - low)));
+  return Array.from({ length: SHADES }, (_, shade) => {
+    const place = (shade / (SHADES - 1)) * (stops.length - 1);
+    const low = Math.min(Math.floor(place), stops.length - 2);
+    return stops[low].map((from, k) => Math.round(from + (stops[low + 1][k] - from) * (place - low)));
+  });
 }
 
 function rgb(text) {
@@ -48,12 +52,14 @@ function colouring(run, quantity) {
   const values = run.indices.filter((i) => run.isOk(i)).map((i) => value(run, i)).filter(isNumber);
   const [low, high] = extent(values);
   const share = (v) => (isNumber(v) ? (high > low ? (v - low) / (high - low) : 0.5) : 0);
+  const ramp = shades();
+  const shade = (v) => ramp[Math.round(share(v) * (SHADES - 1))];
   const scale = make("span", { class: "ramp", "aria-hidden": "true" });
-  const stops = [0, 0.25, 0.5, 0.75, 1].map((s) => `rgb(${rampColour(s).join(" ")})`);
+  const stops = [0, 64, 128, 192, 255].map((place) => `rgb(${ramp[place].join(" ")})`);
   scale.style.background = `linear-gradient(90deg, ${stops.join(", ")})`;
   const key = legend(rest);
   key.prepend(make("li", {}, show(low), scale, show(high)));
-  return { paint: status((i) => rampColour(share(value(run, i)))), legend: key };
+  return { paint: status((i) => shade(value(run, i))), legend: key };
 }
 
 function extent(values) {
@@ -71,7 +77,7 @@ function drawHeatmap(box, run, quantity) {
   const [columns, rows] = [Math.max(run.length, 1), Math.max(run.rows.length, 1)];
   const [left, top, bottom] = [34, 6, 34];
   const width = Math.max(box.clientWidth, 120);
-  const inner = width - left - 4;
+  const inner = width - left - 18;
   const high = Math.min(Math.max(rows * 9, 140), 520);
   const canvas = box.querySelector("canvas") ?? box.appendChild(make("canvas"));
   const dots = devicePixelRatio;
@@ -88,10 +94,7 @@ function drawHeatmap(box, run, quantity) {
   labelMap(pen, run, { left, inner, high, across, down });
   return {
     legend: key,
-    place: (x, y) => ({
-      round: Math.min(columns - 1, Math.max(0, Math.floor((x - left) / across))),
-      row: Math.min(rows - 1, Math.max(0, Math.floor((y - top) / down))),
-    }),
+    place: (x, y) => ({ round: Math.floor((x - left) / across), row: Math.floor((y - top) / down) }),
     frame: ({ round, row }) => ({
       left: `${left + round * across}px`,
       top: `${top + row * down}px`,
@@ -112,7 +115,7 @@ function paintCells(pen, run, paint, { left, across, down }) {
   }
 }
 
-/** More cells than dots: one pixel each, then scaled down smoothly. */
+/** More cells than dots: one pixel each, then scaled smoothly, but no row into the next. */
 function paintPixels(pen, run, paint, { left, inner, high, columns, rows }) {
   const sheet = make("canvas", { width: columns, height: rows });
   const small = sheet.getContext("2d");
@@ -120,12 +123,14 @@ function paintPixels(pen, run, paint, { left, inner, high, columns, rows }) {
   for (const i of run.indices) {
     const row = run.rowOf.get(run.devices.device[i]);
     if (row === undefined) continue;
-    image.data.set([...paint(i), 255], 4 * (row * columns + run.roundOf[i]));
+    const place = 4 * (row * columns + run.roundOf[i]);
+    [image.data[place], image.data[place + 1], image.data[place + 2]] = paint(i);
+    image.data[place + 3] = 255;
   }
   small.putImageData(image, 0, 0);
-  pen.imageSmoothingEnabled = inner < columns || high < rows;
   pen.imageSmoothingQuality = "high";
-  pen.drawImage(sheet, left, 0, inner, high);
+  if (high < 2 * rows) pen.drawImage(sheet, left, 0, inner, high);
+  else for (let row = 0; row < rows; row += 1) pen.drawImage(sheet, 0, row, columns, 1, left, (row * high) / rows, inner, high / rows - 1);
 }
 
 function labelMap(pen, run, { left, inner, high, across, down }) {
@@ -166,6 +171,12 @@ function describeCell(run, round, row) {
   return where + (run.isOk(i) ? paid : `${run.statusOf(i)}; ${paid}`);
 }
 
+/** The cell nearest to a place that may lie outside. */
+const inside = (run, { round, row }) => ({
+  round: Math.max(0, Math.min(run.length - 1, round)),
+  row: Math.max(0, Math.min(run.rows.length - 1, row)),
+});
+
 /** The map with its keys, pointer and readout. */
 function heatmap(parent) {
   const help = "Who took part, a map of devices and rounds. Arrow keys go from cell to cell.";
@@ -180,7 +191,7 @@ function heatmap(parent) {
   view.fill = () => details.open && holder.replaceChildren(tabulateMap(view.run, view.quantity));
   view.paint = () => {
     view.map = drawHeatmap(box, view.run, view.quantity);
-    show(null);
+    show(view.at);
   };
   view.update = (run, quantity) => {
     Object.assign(view, { run, quantity });
@@ -188,7 +199,8 @@ function heatmap(parent) {
     key.replaceChildren(view.map.legend);
     view.fill();
   };
-  const show = (at) => {
+  const show = (wanted) => {
+    const at = wanted && inside(view.run, wanted);
     view.at = at;
     cursor.hidden = !at || !view.run.rows.length;
     readout.textContent = cursor.hidden ? "" : describeCell(view.run, at.round, at.row);
@@ -208,10 +220,7 @@ function heatmap(parent) {
     event.preventDefault();
     const [right, down] = moves[event.key];
     const at = view.at ?? { round: -right, row: -down };
-    show({
-      round: Math.min(view.run.length - 1, Math.max(0, at.round + right)),
-      row: Math.min(view.run.rows.length - 1, Math.max(0, at.row + down)),
-    });
+    show({ round: at.round + right, row: at.row + down });
   });
   let width = 0;
   new ResizeObserver(() => {

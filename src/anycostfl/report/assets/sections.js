@@ -100,8 +100,8 @@ function drawAccuracy(view, runs, cost) {
     marks: targets(runs),
     describe: (i) => `${cost === "round" ? "After round" : "At"} ${[number(data[0][i], 4), unit].join(" ").trim()}: `
       + values(i).map(([name, v]) => `${runs.length > 1 ? `${name} ` : ""}${v.toFixed(2)} %`).join(", "),
+    tabulate: () => accuracyTable(runs),
   });
-  view.tabulate = () => accuracyTable(runs);
 }
 
 /** The targets of the runs, each once. */
@@ -191,33 +191,38 @@ const STRATEGY = [
 ];
 
 function strategySection() {
-  const element = section("strategies", "Strategies", "The median device of every round; the band holds eight of ten.");
+  const element = section("strategies", "Strategies", "The median device of a round, or of several rounds where there are many; the band holds eight of ten.");
   const grid = element.appendChild(make("div", { class: "trio" }));
   const views = STRATEGY.map(([, title, unit]) => figure(grid, `${title}, ${unit}`, `${title} over rounds. Left and right arrows read it out.`));
   return (run) => {
-    const perRound = Array.from({ length: run.length }, () => []);
-    for (const i of run.indices.filter(run.isOk)) perRound[run.roundOf[i]].push(i);
-    STRATEGY.forEach(([name, title], k) => drawBand(views[k], run, title, perRound.map((entries) =>
+    const step = Math.ceil(run.length / MOST_POINTS) || 1;
+    const groups = Array.from({ length: Math.ceil(run.length / step) }, () => []);
+    for (const i of run.indices.filter(run.isOk)) groups[Math.floor(run.roundOf[i] / step)].push(i);
+    const rounds = groups.map((_, k) => [k * step + 1, Math.min((k + 1) * step, run.length)]);
+    STRATEGY.forEach(([name, title], k) => drawBand(views[k], title, rounds, groups.map((entries) =>
       entries.map((i) => run.devices[name][i]).filter(isNumber).sort((a, b) => a - b))));
   };
 }
 
-/** Median and the middle eight tenths of sorted values per round. */
-function drawBand(view, run, title, values) {
+const MOST_POINTS = 200;
+
+/** Median and the middle eight tenths of sorted values per group of rounds. */
+function drawBand(view, title, rounds, values) {
+  const name = ([from, to]) => (from === to ? String(from) : `${from} to ${to}`);
   const [low, middle, high] = [0.1, 0.5, 0.9].map((share) => values.map((sorted) => quantile(sorted, share)));
   const ink = colour("accent");
   const edge = { stroke: "transparent", width: 0, points: { show: false }, spanGaps: true };
   draw(view, {
-    data: [run.spent.round, high, low, middle],
+    data: [rounds.map(([from, to]) => (from + to) / 2), high, low, middle],
     series: [edge, edge, line(ink, { points: { show: false } })],
     bands: [{ series: [1, 2], fill: pale(ink, 0.18) }],
     x: { label: "round" },
     y: {},
     height: 200,
-    describe: (i) => `Round ${i + 1}: ${number(middle[i])} (${number(low[i])} to ${number(high[i])})`,
+    describe: (i) => `Round ${name(rounds[i])}: ${number(middle[i])} (${number(low[i])} to ${number(high[i])})`,
+    tabulate: () => table(`${title} over rounds`, ["round", "lowest tenth", "median", "highest tenth"],
+      rounds.map((span, i) => [name(span), number(low[i]), number(middle[i]), number(high[i])])),
   });
-  view.tabulate = () => table(`${title} over rounds`, ["round", "lowest tenth", "median", "highest tenth"],
-    run.spent.round.map((round, i) => [String(round), number(low[i]), number(middle[i]), number(high[i])]));
 }
 
 function boundSection() {
@@ -230,7 +235,7 @@ function boundSection() {
     const all = Math.max(sum(run.bindKinds.map((kind) => kind.times)), 1);
     const rows = run.bindKinds.map((kind) => [
       kind.words, meter([[kind.times / all, colour("accent")]]), percent(kind.times / all), count(kind.times)]);
-    list.replaceChildren(table("Devices and rounds by what bound them", ["bound by", "", "share", "times"], rows));
+    list.replaceChildren(table("Devices and rounds by what bound them", ["bound by", "as a bar", "share", "times"], rows));
     for (const [name, view] of views) drawSlack(view, run, name);
   };
 }
@@ -261,8 +266,8 @@ function drawSlack(view, run, name) {
     describe: (i) => `${bin(i)} of the budget: ${counted(tally[i], "time")}`,
     rest: `Half of them used ${percent(quantile([...used].sort((a, b) => a - b), 0.5))} or more; `
       + (beyond.length ? `${counted(beyond.length, "time")} more than the whole, at most ${percent(Math.max(...beyond))}.` : "never more than the whole."),
+    tabulate: () => table(label, ["share of the budget", "times"], tally.map((n, i) => [bin(i), count(n)])),
   });
-  view.tabulate = () => table(label, ["share of the budget", "times"], tally.map((n, i) => [bin(i), count(n)]));
 }
 
 // --- where it went ----------------------------------------------------------------------------
@@ -290,7 +295,7 @@ function splitTable(run) {
     const colours = [colour("accent"), colour("second")];
     return [what, amount(kind, total), meter(parts.map(([, value], k) => [share(value), colours[k]])), words];
   };
-  const view = table("Totals of the run", ["what", "total", "", "of it"], [
+  const view = table("Totals of the run", ["what", "total", "as a bar", "of it"], [
     split("Energy of all devices", "joules", [["computing", sum(rounds.compute_j)], ["uploading", sum(rounds.upload_j)]]),
     split("Time, of the slowest device of each round", "seconds", [["computing", sum(rounds.compute_s)], ["uploading", sum(rounds.upload_s)]]),
     split("Bytes", "bytes", [["down (sub-models)", sum(rounds.bytes_down)], ["up (updates)", sum(rounds.bytes_up)]]),
@@ -300,8 +305,10 @@ function splitTable(run) {
   return view;
 }
 
+const SPLIT = ["computing", "uploading"];
+
 /** Two series stacked: the sum behind, the first part in front. */
-function drawStack(view, { places, label, first, second, names, describe, shape }) {
+function drawStack(view, { places, label, first, second, describe, shape, tabulate }) {
   const top = Math.max(...first.map((value, i) => value + second[i]), 0);
   const [unit, size] = unitFor("joules", top);
   const scaled = (values) => values.map((value) => value / size);
@@ -312,12 +319,11 @@ function drawStack(view, { places, label, first, second, names, describe, shape 
     x: { label },
     y: { values: (_, ticks) => ticks.map((v) => `${v} ${unit}`), range: (_, __, high) => [0, high || 1], size: 60 },
     height: 220,
-    describe: (i) => `${describe(i)}: ${names[0]} ${amount("joules", first[i])}, ${names[1]} ${amount("joules", second[i])}`,
+    describe: (i) => `${describe(i)}: ${SPLIT[0]} ${amount("joules", first[i])}, ${SPLIT[1]} ${amount("joules", second[i])}`,
+    tabulate,
   });
-  view.key.replaceChildren(legend([[colours[1], names[0]], [colours[0], names[1]]]));
+  view.key.replaceChildren(legend([[colours[1], SPLIT[0]], [colours[0], SPLIT[1]]]));
 }
-
-const SPLIT = ["computing", "uploading"];
 
 function drawRoundEnergy(view, run) {
   const { compute_j: first, upload_j: second } = run.rounds;
@@ -328,12 +334,11 @@ function drawRoundEnergy(view, run) {
     label: "round",
     first,
     second,
-    names: SPLIT,
     describe: (i) => `Round ${i + 1}`,
-    shape: few ? (ink) => bars(ink) : area,
+    shape: few ? bars : area,
+    tabulate: () => table("Energy of every round", ["round", ...SPLIT],
+      run.spent.round.map((round, i) => [String(round), amount("joules", first[i]), amount("joules", second[i])])),
   });
-  view.tabulate = () => table("Energy of every round", ["round", ...SPLIT],
-    run.spent.round.map((round, i) => [String(round), amount("joules", first[i]), amount("joules", second[i])]));
 }
 
 function drawDeviceEnergy(view, run) {
@@ -347,12 +352,11 @@ function drawDeviceEnergy(view, run) {
     label: "devices, the one that spent most first",
     first: devices.map((d) => d.first),
     second: devices.map((d) => d.second),
-    names: SPLIT,
     describe: (i) => `Device ${devices[i].device}`,
-    shape: (ink) => bars(ink),
+    shape: bars,
+    tabulate: () => table("Energy of every device", ["device", ...SPLIT],
+      devices.map((d) => [String(d.device), amount("joules", d.first), amount("joules", d.second)])),
   });
-  view.tabulate = () => table("Energy of every device", ["device", ...SPLIT],
-    devices.map((d) => [String(d.device), amount("joules", d.first), amount("joules", d.second)]));
 }
 
 // --- who did not ------------------------------------------------------------------------------
@@ -385,23 +389,23 @@ function absentSection() {
 function widthsSection() {
   const element = section("widths", "Sub-models", "The trained model, cut to other widths.");
   const view = figure(element, "Accuracy over width α", "Accuracy of sub-models over their width. Left and right arrows read it out.");
-  const rows = element.appendChild(make("div", { class: "card" }));
   return ({ runs }) => {
     const measured = runs.map((run, k) => ({ run, k })).filter(({ run }) => run.widths.length);
     element.hidden = !measured.length;
     byId("contents").querySelector('[href="#widths"]').hidden = element.hidden;
     if (element.hidden) return;
     const data = uPlot.join(measured.map(({ run }) => [run.widths.map((w) => w.alpha), run.widths.map((w) => 100 * w.accuracy)]));
+    const named = runs.length > 1;
+    const words = ({ run }, value) => `${named ? `${run.name} ` : ""}${isNumber(value) ? `${value.toFixed(2)} %` : "–"}`;
     draw(view, {
       data,
       series: measured.map(({ k }) => line(hue(k), { points: { show: true, size: 7 } })),
       x: { label: "width α" },
       y: { values: (_, ticks) => ticks.map((v) => `${v} %`) },
-      describe: (i) => `α ${number(data[0][i])}: ` + measured.map(({ run }, k) => `${runs.length > 1 ? `${run.name} ` : ""}${isNumber(data[k + 1][i]) ? data[k + 1][i].toFixed(2) : "–"} %`).join(", "),
+      describe: (i) => `α ${number(data[0][i])}: ${measured.map((one, k) => words(one, data[k + 1][i])).join(", ")}`,
+      tabulate: () => make("div", {}, ...measured.map(({ run }) => widthsTable(run, named))),
     });
-    const tables = measured.map(({ run }) => widthsTable(run, runs.length > 1));
-    view.tabulate = () => make("p", {}, "Below.");
-    rows.replaceChildren(...tables);
+    view.key.replaceChildren(...(named ? [legend(measured.map(({ run, k }) => [hue(k), run.name]))] : []));
   };
 }
 

@@ -1,0 +1,101 @@
+"""`anycostfl fleet`: a real fleet on this machine, to see one work before boards are bought."""
+
+from __future__ import annotations
+
+import socket
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from anycostfl.cli._flower import need_flower
+from anycostfl.cli.serve import serve
+
+MEMBERS = (
+    ("raspberry-pi-4", "--rate-bps", "1e7", "--energy-j", "0.8"),
+    ("raspberry-pi-5", "--rate-bps", "1e7", "--energy-j", "0.4"),
+    ("phone-midrange", "--rate-bps", "1e7", "--energy-j", "0.4"),
+    ("jetson-nano", "--rate-bps", "1e7", "--energy-j", "2.4"),
+)
+"""What each device is and what a round may cost it; each affords another width."""
+
+
+def fleet(
+    rounds: Annotated[int, typer.Option(help="How long to train")] = 4,
+    out_dir: Annotated[Path | None, typer.Option("--out", help="Run directory")] = None,
+    set_: Annotated[list[str] | None, typer.Option("--set", help="section.key=value")] = None,
+    json: Annotated[bool, typer.Option("--json", help="One JSON document at the end")] = False,
+) -> None:
+    """Train on one server and four device processes, with TLS and keys, and stop by itself.
+
+    The devices are a Raspberry Pi 4 and 5, a phone and a Jetson Nano in what they may spend; each
+    trains on two hundred images of the embedded data.
+    """
+    need_flower()
+    from anycostfl.flower.keys import KeyFolder, make_keys  # noqa: PLC0415 - optional
+
+    names = [f"device-{i}" for i in range(len(MEMBERS))]
+    with tempfile.TemporaryDirectory(prefix="anycostfl-") as scratch:
+        folder = Path(scratch, "keys")
+        make_keys(folder, ["127.0.0.1"], names)
+        keys, port = KeyFolder(folder), free_port()
+        commands = [
+            ["join", f"127.0.0.1:{port}", "--device", str(i), "--key", str(keys.device(name)),
+             "--trust", str(keys.authority), "--profile", *MEMBERS[i], "--threads", "1",
+             "--patience-s", "60"]
+            for i, name in enumerate(names)
+        ]  # fmt: skip
+        with running(commands, Path(scratch)):
+            serve(
+                "demo",
+                set_=[
+                    "summary=four devices on loopback, TLS and keys",
+                    "fleet.latency_s=0.4",
+                    "data.partition=iid",
+                    f"fleet.cohort={len(MEMBERS)}",
+                    f"run.rounds={rounds}",
+                    *(set_ or []),
+                ],
+                out_dir=out_dir,
+                host="127.0.0.1",
+                port=port,
+                keys=folder,
+                patience_s=120.0,
+                json=json,
+            )
+
+
+def free_port() -> int:
+    """A port that nobody uses just now."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+@contextmanager
+def running(commands: Sequence[Sequence[str]], logs: Path) -> Iterator[None]:
+    """Run other commands of this program beside; stop them at the end."""
+    program = [sys.executable, "-c", "from anycostfl.cli import main; main()"]
+    processes: list[subprocess.Popen[bytes]] = []
+    try:
+        for number, command in enumerate(commands):
+            with (logs / f"device-{number}.log").open("wb") as file:
+                processes.append(
+                    subprocess.Popen(  # noqa: S603 - our own program
+                        [*program, *command], stdin=subprocess.DEVNULL, stdout=file, stderr=file
+                    )
+                )
+        yield
+    finally:
+        for process in processes:
+            process.terminate()
+        for process in processes:
+            with suppress(subprocess.TimeoutExpired):
+                process.wait(10)
+            process.kill()
+            process.wait()

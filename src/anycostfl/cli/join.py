@@ -1,0 +1,92 @@
+"""`anycostfl join`: be one device of a fleet."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+from pathlib import Path
+from types import FrameType
+from typing import Annotated
+
+import typer
+
+from anycostfl.cli._console import err
+from anycostfl.cli._flower import need_flower
+from anycostfl.config import load_profile
+from anycostfl.errors import ConfigError
+
+
+def join(
+    server: Annotated[str, typer.Argument(help="HOST:PORT of `anycostfl serve`")],
+    device: Annotated[int, typer.Option(help="Its number in the fleet, from 0")],
+    key: Annotated[Path | None, typer.Option(help="Its private key")] = None,
+    trust: Annotated[Path | None, typer.Option(help="ca.crt of the server")] = None,
+    profile: Annotated[str, typer.Option(help="What it is: a profile, or a .toml file")] = "",
+    rate_bps: Annotated[float, typer.Option(help="Uplink in bits per second")] = 0.0,
+    energy_j: Annotated[float, typer.Option(help="What a round may cost, in joules")] = 0.0,
+    latency_s: Annotated[
+        float, typer.Option(help="What a round may take; 0 is as the experiment says")
+    ] = 0.0,
+    data: Annotated[str, typer.Option(help="Its own data: a dataset, or an .npz file")] = "",
+    all_data: Annotated[
+        bool, typer.Option("--all-data", help="Train on all of it, not on its part of the split")
+    ] = False,
+    threads: Annotated[int, typer.Option(help="Threads to train with; 0 is all cores")] = 0,
+    patience_s: Annotated[
+        float, typer.Option(help="How long to try an unreachable server; 0 is for ever")
+    ] = 0.0,
+    insecure: Annotated[
+        bool, typer.Option("--insecure", help="Plaintext, and anybody may listen")
+    ] = False,
+) -> None:
+    """Take part in whatever the server trains, until Ctrl-C.
+
+    Without --profile it plays the member of that number of the experiment's simulated fleet.
+    """
+    need_flower()
+    problems = _problems(key, trust, insecure=insecure)
+    if profile:
+        load_profile(profile)
+        given = {"--rate-bps": rate_bps, "--energy-j": energy_j}
+        problems += [f"{n}: given {v:g}, allowed above 0" for n, v in given.items() if v <= 0]
+    counts = {"--threads": threads, "--latency-s": latency_s, "--patience-s": patience_s}
+    problems += [f"{n}: given {v:g}, allowed 0 or more" for n, v in counts.items() if v < 0]
+    if problems:
+        raise ConfigError(problems)
+    from anycostfl.flower import device as apps  # noqa: PLC0415 - optional
+    from anycostfl.flower.node import Address  # noqa: PLC0415
+    from anycostfl.flower.node import join as be_a_node  # noqa: PLC0415
+
+    setup = apps.Setup(
+        device=device,
+        profile=profile,
+        rate_bps=rate_bps,
+        latency_s=latency_s,
+        energy_j=energy_j,
+        data=data,
+        all_data=all_data,
+        threads=threads or len(os.sched_getaffinity(0)),
+    )
+    signal.signal(signal.SIGTERM, _leave)
+    try:
+        be_a_node(Address(server, trust, key, patience_s), apps.app, setup)
+    except KeyboardInterrupt:
+        err.print("left the fleet")
+        raise typer.Exit(130) from None
+
+
+def _problems(key: Path | None, trust: Path | None, *, insecure: bool) -> list[str]:
+    if insecure:
+        return ["--insecure takes no --key and no --trust"] if key or trust else []
+    missing = [
+        f"{name}: needed, a file that `anycostfl keys` made; --insecure does without"
+        for name, path in (("--key", key), ("--trust", trust))
+        if path is None
+    ]
+    given = (("--key", key), ("--trust", trust))
+    return missing + [f"{n}: there is no file {p}" for n, p in given if p and not p.is_file()]
+
+
+def _leave(_signal: int, _frame: FrameType | None) -> None:
+    sys.exit(143)

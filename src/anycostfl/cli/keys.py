@@ -1,0 +1,50 @@
+"""`anycostfl keys`: certificates and keys of a fleet of real devices."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from anycostfl.cli._console import emit_json, out, table
+from anycostfl.cli._flower import need_flower
+
+
+def keys(
+    devices: Annotated[list[str] | None, typer.Argument(help="Names of devices")] = None,
+    host: Annotated[
+        list[str] | None, typer.Option(help="Name or address by which devices reach the server")
+    ] = None,
+    folder: Annotated[Path, typer.Option("--out", help="Where the keys lie")] = Path("keys"),
+    json: Annotated[bool, typer.Option("--json", help="One JSON document instead")] = False,
+) -> None:
+    """Make what is missing: an authority, the server's certificate, a key for every device named.
+
+    A running `anycostfl serve --keys` lets new devices in as soon as their .pub file is there, and
+    puts out those whose file is removed.
+    """
+    need_flower()
+    from anycostfl.flower.keys import KeyFolder, make_keys, names_of  # noqa: PLC0415 - optional
+
+    made = make_keys(folder, host or [], devices or [])
+    known = KeyFolder(folder)
+    if json:
+        emit_json(
+            {
+                "made": [str(path) for path in made],
+                "server_names": names_of(known.certificate),
+                "devices": list(known.registered()),
+            }
+        )
+        return
+    rows = [
+        ("server", "ca.crt, server.crt, server.key, devices/*.pub",
+         ", ".join(names_of(known.certificate))),
+        *(
+            (name, f"ca.crt, devices/{name}", "new" if path in made else "")
+            for name, path in known.registered().items()
+        ),
+    ]  # fmt: skip
+    out.print(table(f"keys in {folder}", ("who", "gets", ""), rows))
+    out.print(f"{known.authority_key} signs for all of them: keep it to yourself.")

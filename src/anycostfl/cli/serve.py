@@ -1,0 +1,133 @@
+"""`anycostfl serve`: train a fleet of real devices."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+from rich.markup import escape
+
+from anycostfl import methods
+from anycostfl.cli._console import err, out, table
+from anycostfl.cli._flower import hush_flower, need_flower
+from anycostfl.cli.run import _conclude, _free_folder, _watched
+from anycostfl.config import Config, load_preset, to_toml
+from anycostfl.errors import ConfigError
+from anycostfl.records import RunWriter
+from anycostfl.runs import Snapshot, Turn, take_up
+from anycostfl.types import RoundRecord
+
+if TYPE_CHECKING:
+    from anycostfl.flower.link import Link, Serving
+
+
+def serve(
+    preset: Annotated[str, typer.Argument(help="A preset, or a .toml file")] = "demo",
+    set_: Annotated[list[str] | None, typer.Option("--set", help="section.key=value")] = None,
+    out_dir: Annotated[Path | None, typer.Option("--out", help="Run directory")] = None,
+    resume: Annotated[Path | None, typer.Option(help="Go on with this run directory")] = None,
+    host: Annotated[str, typer.Option(help="Address to listen on")] = "0.0.0.0",  # noqa: S104
+    port: Annotated[int, typer.Option(help="The only port; devices need none")] = 9443,
+    keys: Annotated[Path, typer.Option(help="Folder that `anycostfl keys` made")] = Path("keys"),
+    insecure: Annotated[
+        bool, typer.Option("--insecure", help="Plaintext, and anybody may take part")
+    ] = False,
+    wait_for: Annotated[
+        int, typer.Option(help="Devices to wait for at the start; 0 is a full cohort")
+    ] = 0,
+    min_replies: Annotated[int, typer.Option(help="Below, a round changes nothing")] = 1,
+    deadline_s: Annotated[float, typer.Option(help="Of a round, in seconds")] = 120.0,
+    patience_s: Annotated[float, typer.Option(help="How long to wait for devices")] = 600.0,
+    json: Annotated[bool, typer.Option("--json", help="One JSON document at the end")] = False,
+) -> None:
+    """Train on the devices that join, and show what it cost. Ctrl-C stops it; --resume goes on."""
+    need_flower()
+    hush_flower()
+    from anycostfl.flower.keys import KeyFolder  # noqa: PLC0415 - optional
+    from anycostfl.flower.link import Serving, open_link  # noqa: PLC0415
+    from anycostfl.flower.roster import Terms  # noqa: PLC0415
+
+    folder = KeyFolder(keys)
+    if not insecure and not folder.certificate.is_file():
+        raise ConfigError(
+            [f"--keys: there is no {folder.certificate}. Make it with `anycostfl keys --host "
+             "ADDRESS DEVICE …`; --insecure does without"]
+        )  # fmt: skip
+    if resume is not None:
+        if set_ or out_dir:
+            raise ConfigError(["--resume takes the run as it is: no --set or --out"])
+        before = take_up(resume)
+        for remark in before.remarks:
+            err.print(f"[yellow]note:[/] {escape(remark)}")
+        config, writer, records = before.config, before.writer, before.records
+    else:
+        config = for_devices(load_preset(preset, set_ or []))
+        methods.load(config.run.method)
+        writer = RunWriter.create(out_dir or _free_folder(Path(preset).stem), to_toml(config))
+        records = []
+    terms = Terms(deadline_s, wait_for or config.fleet.cohort, min_replies, patience_s)
+    serving = Serving(writer.folder, host, port, None if insecure else folder, terms)
+    with open_link(serving) as link:
+        if not json:
+            _announce(serving, config)
+        stopped = _follow(link, config, records, quiet=json)
+    _conclude(config, writer.folder, records, stopped=stopped and json, json=json)
+    if not json:
+        out.print(_wire_table(records, link.restarts))
+    if stopped:
+        if not json:
+            out.print(f"Stopped. Go on with: anycostfl serve --resume {writer.folder}")
+        raise typer.Exit(130)
+
+
+def for_devices(config: Config) -> Config:
+    """Leave to each device what it computes on, and lose no round if the server is killed."""
+    precision = config.training.precision
+    training = replace(config.training, precision="fp32" if precision == "auto" else precision)
+    return replace(config, training=training, run=replace(config.run, checkpoint_every=1))
+
+
+def _announce(serving: Serving, config: Config) -> None:
+    keys = serving.keys
+    who = f"{len(keys.registered())} keys registered" if keys else "[red]plaintext, open to all[/]"
+    out.print(
+        f"listening on {serving.host}:{serving.port}, {who}; waiting for "
+        f"{serving.terms.wait_for} of {config.fleet.devices} devices", highlight=False
+    )  # fmt: skip
+
+
+def _follow(link: Link, config: Config, records: list[RoundRecord], *, quiet: bool) -> bool:
+    """Watch the rounds; True if Ctrl-C stopped them."""
+    rounds = link.follow(config.run.rounds)
+    with suppress(KeyboardInterrupt):
+        for turn in _watched(_turns(rounds), config, records, quiet=quiet):
+            records.append(turn.record)  # noqa: PERF401 - what was seen stays when Ctrl-C comes
+        return False
+    return True
+
+
+def _turns(rounds: Iterator[RoundRecord]) -> Iterator[Turn]:
+    """Rounds as the display takes them; the state stays with the server app."""
+    for record in rounds:
+        yield Turn(record, Snapshot(record.round + 1, {}, {}))
+
+
+def _wire_table(records: Sequence[RoundRecord], restarts: int) -> object:
+    devices = [d for record in records for d in record.devices]
+    up, down = sum(d.wire_bytes_up for d in devices), sum(d.wire_bytes_down for d in devices)
+    rows = [
+        ("payloads up, MB", f"{sum(r.bytes_up for r in records) / 1e6:.3f}"),
+        ("messages up, MB", f"{up / 1e6:.3f}"),
+        ("sub-models down, MB", f"{sum(r.bytes_down for r in records) / 1e6:.3f}"),
+        ("messages down, MB", f"{down / 1e6:.3f}"),
+        *(
+            (f"replies {word}", sum(d.status.startswith(word) for d in devices))
+            for word in ("ok", "refused", "missing", "unused")
+        ),
+        ("server app restarted", restarts),
+    ]
+    return table("on the wire", ("", ">"), rows)

@@ -1,0 +1,17 @@
+"""AnycostFL on Flower: real devices over TLS, each with its own sub-model (docs/deploy.md).
+
+    messages   what server and device say to each other, as Flower's records
+    device     the device's half of a round, as a Flower ClientApp
+    server     the server's half, as a Flower ServerApp: a loop of our own over the Grid
+    roster     who is connected, what each can afford, who has answered
+    post       messages out, replies in
+    node       connects a device to the server and hands it messages, in one process
+    link       starts Flower's SuperLink and the ServerApp, with offline settings
+    superlink  Flower's SuperLink, closed to strangers
+    orphans    processes end with the one that started them
+    keys       certificates and device keys
+    engine     the same apps on Flower's simulation engine (Ray)
+
+The functions that decide the result are those of the simulator, called in the same order. Needs the
+extra `flower`; nothing outside this package imports it but the command line, and that lazily.
+"""

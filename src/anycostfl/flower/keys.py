@@ -1,0 +1,224 @@
+"""Certificates and keys of a fleet: an authority, the server's certificate, a key per device.
+
+    ca.crt               every device gets a copy, to recognise the server
+    ca.key               stays with the owner; signs server certificates
+    server.crt/.key      the server's
+    devices/NAME         a device's private key; goes to that device and nowhere else
+    devices/NAME.pub     its public key; the server lets in exactly those in this folder
+
+Elliptic curves throughout (P-384), as Flower wants them for its nodes.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+import re
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+
+from cryptography import x509
+from cryptography.hazmat.primitives import hashes, serialization
+from cryptography.hazmat.primitives.asymmetric import ec
+from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
+
+from anycostfl.errors import ConfigError
+
+AUTHORITY_DAYS, SERVER_DAYS = 3650, 825
+ALWAYS = ("localhost", "127.0.0.1", "::1")  # the server's own processes come this way
+
+
+@dataclass(frozen=True, slots=True)
+class KeyFolder:
+    """Where the keys of a fleet lie."""
+
+    folder: Path
+
+    @property
+    def authority(self) -> Path:
+        """The certificate that devices trust."""
+        return self.folder / "ca.crt"
+
+    @property
+    def authority_key(self) -> Path:
+        """What signs certificates."""
+        return self.folder / "ca.key"
+
+    @property
+    def certificate(self) -> Path:
+        """The server's certificate."""
+        return self.folder / "server.crt"
+
+    @property
+    def certificate_key(self) -> Path:
+        """The server's private key."""
+        return self.folder / "server.key"
+
+    def device(self, name: str) -> Path:
+        """A device's private key."""
+        return self.folder / "devices" / name
+
+    def registered(self) -> dict[str, Path]:
+        """The public key of every device that may take part."""
+        found = (self.folder / "devices").glob("*.pub")
+        return {path.stem: path for path in sorted(found)}
+
+
+def make_keys(folder: Path, hosts: Sequence[str], devices: Sequence[str]) -> list[Path]:
+    """Make what is missing; the files that are new. Keys that exist are never replaced."""
+    bad = [n for n in devices if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]*", n)]
+    if bad:
+        raise ConfigError(
+            [f"device name: given {n!r}, allowed letters, digits, . _ -" for n in bad]
+        )
+    keys = KeyFolder(folder)
+    (folder / "devices").mkdir(parents=True, exist_ok=True)
+    made: list[Path] = []
+    if not keys.authority.exists():
+        made += _make_authority(keys)
+    if not keys.certificate.exists() or not set(hosts) <= set(names_of(keys.certificate)):
+        made += _make_certificate(keys, hosts)
+    for name in devices:
+        if not keys.device(name).exists():
+            made += _make_device(keys.device(name))
+    return made
+
+
+def names_of(certificate: Path) -> list[str]:
+    """The names and addresses that a certificate is good for."""
+    loaded = x509.load_pem_x509_certificate(certificate.read_bytes())
+    names = loaded.extensions.get_extension_for_class(x509.SubjectAlternativeName).value
+    return [str(name.value) for name in names]
+
+
+def public_key(path: Path) -> bytes:
+    """A public key file as Flower's nodes are registered by."""
+    try:
+        key = serialization.load_ssh_public_key(path.read_bytes())
+    except ValueError as error:
+        raise ConfigError([f"{path}: not a public key ({error})"]) from error
+    if not isinstance(key, ec.EllipticCurvePublicKey):
+        raise ConfigError([f"{path}: allowed elliptic-curve keys only, as `anycostfl keys` makes"])
+    return key.public_bytes(
+        serialization.Encoding.PEM, serialization.PublicFormat.SubjectPublicKeyInfo
+    )
+
+
+def private_key(path: Path) -> ec.EllipticCurvePrivateKey:
+    """A device's private key."""
+    try:
+        key = serialization.load_ssh_private_key(path.read_bytes(), password=None)
+    except (OSError, ValueError) as error:
+        raise ConfigError([f"--key: cannot read {path} ({error})"]) from error
+    if not isinstance(key, ec.EllipticCurvePrivateKey):
+        raise ConfigError([f"{path}: allowed elliptic-curve keys only, as `anycostfl keys` makes"])
+    return key
+
+
+def _make_authority(keys: KeyFolder) -> list[Path]:
+    key = ec.generate_private_key(ec.SECP384R1())
+    usage = _usage(sign_certificates=True)
+    builder = (
+        _builder("anycostfl authority", "anycostfl authority", key.public_key(), AUTHORITY_DAYS)
+        .add_extension(x509.BasicConstraints(ca=True, path_length=0), critical=True)
+        .add_extension(usage, critical=True)
+    )
+    _write(keys.authority_key, _pem(key), secret=True)
+    _write(keys.authority, _signed(builder, key))
+    return [keys.authority, keys.authority_key]
+
+
+def _make_certificate(keys: KeyFolder, hosts: Sequence[str]) -> list[Path]:
+    if not keys.authority_key.exists():
+        raise ConfigError(
+            [f"--host: {keys.certificate} is not good for {', '.join(hosts)}, and without "
+             f"{keys.authority_key} no other can be made"]
+        )  # fmt: skip
+    authority = serialization.load_pem_private_key(keys.authority_key.read_bytes(), None)
+    if not isinstance(authority, ec.EllipticCurvePrivateKey):
+        raise ConfigError([f"{keys.authority_key}: not a key that `anycostfl keys` made"])
+    key = ec.generate_private_key(ec.SECP384R1())
+    names = dict.fromkeys((*hosts, *ALWAYS))
+    issuer = x509.AuthorityKeyIdentifier.from_issuer_public_key(authority.public_key())
+    builder = (
+        _builder("anycostfl server", "anycostfl authority", key.public_key(), SERVER_DAYS)
+        .add_extension(x509.SubjectAlternativeName(list(map(_name, names))), critical=False)
+        .add_extension(x509.BasicConstraints(ca=False, path_length=None), critical=True)
+        .add_extension(_usage(sign_certificates=False), critical=True)
+        .add_extension(x509.ExtendedKeyUsage([ExtendedKeyUsageOID.SERVER_AUTH]), critical=False)
+        .add_extension(issuer, critical=False)
+    )
+    _write(keys.certificate_key, _pem(key), secret=True)
+    _write(keys.certificate, _signed(builder, authority))
+    return [keys.certificate, keys.certificate_key]
+
+
+def _make_device(path: Path) -> list[Path]:
+    key = ec.generate_private_key(ec.SECP384R1())
+    private = key.private_bytes(
+        serialization.Encoding.PEM,
+        serialization.PrivateFormat.OpenSSH,
+        serialization.NoEncryption(),
+    )
+    public = key.public_key().public_bytes(
+        serialization.Encoding.OpenSSH, serialization.PublicFormat.OpenSSH
+    )
+    twin = path.with_name(f"{path.name}.pub")
+    _write(path, private, secret=True)
+    _write(twin, public + f" {path.name}\n".encode())
+    return [path, twin]
+
+
+def _builder(
+    subject: str, issuer: str, key: ec.EllipticCurvePublicKey, days: int
+) -> x509.CertificateBuilder:
+    start = datetime.now(UTC) - timedelta(hours=1)  # boards without a clock battery run late
+    return (
+        x509.CertificateBuilder()
+        .subject_name(x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, subject)]))
+        .issuer_name(x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, issuer)]))
+        .public_key(key)
+        .serial_number(x509.random_serial_number())
+        .not_valid_before(start)
+        .not_valid_after(start + timedelta(days=days))
+        .add_extension(x509.SubjectKeyIdentifier.from_public_key(key), critical=False)
+    )
+
+
+def _signed(builder: x509.CertificateBuilder, key: ec.EllipticCurvePrivateKey) -> bytes:
+    return builder.sign(key, hashes.SHA384()).public_bytes(serialization.Encoding.PEM)
+
+
+def _usage(*, sign_certificates: bool) -> x509.KeyUsage:
+    return x509.KeyUsage(
+        digital_signature=True,
+        content_commitment=False,
+        key_encipherment=False,
+        data_encipherment=False,
+        key_agreement=False,
+        key_cert_sign=sign_certificates,
+        crl_sign=sign_certificates,
+        encipher_only=False,
+        decipher_only=False,
+    )
+
+
+def _name(host: str) -> x509.GeneralName:
+    with suppress(ValueError):
+        return x509.IPAddress(ipaddress.ip_address(host))
+    return x509.DNSName(host)
+
+
+def _pem(key: ec.EllipticCurvePrivateKey) -> bytes:
+    return key.private_bytes(
+        serialization.Encoding.PEM,
+        serialization.PrivateFormat.PKCS8,
+        serialization.NoEncryption(),
+    )
+
+
+def _write(path: Path, content: bytes, *, secret: bool = False) -> None:
+    path.touch(mode=0o600 if secret else 0o644)
+    path.write_bytes(content)

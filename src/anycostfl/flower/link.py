@@ -1,0 +1,259 @@
+"""The server's processes: Flower's SuperLink, and the server app that it runs.
+
+    this process ── superlink (python -m anycostfl.flower.superlink)
+                       └── superexec ── server app (anycostfl.flower.server)
+
+Nothing is downloaded or reported: no telemetry, no look for updates, no installation at run time.
+The server app writes the run directory; this process reads it. If the app dies, it is started again
+and goes on at the last finished round. Whatever happens to this process, the others follow it.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from importlib import resources
+from pathlib import Path
+
+import httpx
+from flwr.app.user_config import UserConfig
+from flwr.cli.build import build_fab_from_files
+from flwr.common.serde import fab_to_proto, user_config_to_proto
+from flwr.proto.control_pb2 import RegisterNodeRequest, StartRunRequest, UnregisterNodeRequest
+from flwr.supercore.control import ControlHttpClient
+from flwr.supercore.fab import Fab
+from flwr.supercore.interceptors.http.runtime_version import RuntimeVersionHttpInterceptor
+
+from anycostfl.errors import AnycostError, ConfigError
+from anycostfl.flower.keys import KeyFolder, public_key
+from anycostfl.flower.roster import Terms
+from anycostfl.flower.server import FAILURE, LOCK
+from anycostfl.records import JOURNAL, read_run
+from anycostfl.types import RoundRecord
+
+START_S = 120.0  # for the SuperLink, and for the server app, to come up
+STOP_S = 10.0  # for them to go down
+TRIES = 3  # starts of the server app without a finished round in between
+LOOK_S = 0.2  # between two looks at the run directory
+
+OFFLINE = {
+    "FLWR_TELEMETRY_ENABLED": "0",
+    "FLWR_DISABLE_UPDATE_CHECK": "1",
+    "FLWR_DISABLE_RUNTIME_DEPENDENCY_INSTALLATION": "1",
+    "FLWR_SUPEREXEC_TASK_POLL_INTERVAL": "0.2",
+}
+
+
+class ServerDied(AnycostError):  # noqa: N818 - reads as what happened
+    """The server's processes do not stay up; says where to look."""
+
+
+@dataclass(frozen=True, slots=True)
+class Serving:
+    """Where to serve a run, and how; without keys, in plaintext and open to anybody."""
+
+    folder: Path  # the run directory
+    host: str
+    port: int
+    keys: KeyFolder | None
+    terms: Terms
+
+    @property
+    def log(self) -> Path:
+        """What Flower's processes say."""
+        return self.folder / "flower" / "server.log"
+
+
+@contextmanager
+def open_link(serving: Serving) -> Iterator[Link]:
+    """Start the SuperLink, ready for devices; stop everything at the end."""
+    _check_port(serving)
+    home = serving.folder / "flower"
+    home.mkdir(parents=True, exist_ok=True)
+    with serving.log.open("ab") as file:
+        process = subprocess.Popen(  # noqa: S603 - our own interpreter and module
+            [sys.executable, "-m", "anycostfl.flower.superlink", *_options(serving)],
+            env={**os.environ, **OFFLINE, "FLWR_HOME": str(home.resolve()), "PATH": _path()},
+            stdin=subprocess.DEVNULL,
+            stdout=file,
+            stderr=file,
+            start_new_session=True,
+        )
+    link = Link(serving, process)
+    try:
+        link.wait_until_up()
+        link.register()
+        yield link
+    finally:
+        link.close()
+
+
+class Link:
+    """A running SuperLink."""
+
+    def __init__(self, serving: Serving, process: subprocess.Popen[bytes]) -> None:
+        self.serving = serving
+        self.restarts = 0
+        self._process = process
+        self._registered: dict[str, int] = {}
+        keys = serving.keys
+        self._control = ControlHttpClient.from_server_address(
+            f"127.0.0.1:{serving.port}",
+            insecure=keys is None,
+            root_certificates=keys.authority.read_bytes() if keys else None,
+            interceptors=[RuntimeVersionHttpInterceptor(component_name="flwr CLI")],
+        )
+
+    def wait_until_up(self) -> None:
+        """Wait until the port answers."""
+        until = time.monotonic() + START_S
+        while time.monotonic() < until:
+            if self._process.poll() is not None:
+                raise ServerDied(f"Flower's SuperLink ended at once; see {self.serving.log}")
+            with suppress(OSError), socket.create_connection(("127.0.0.1", self.serving.port), 1):
+                return
+            time.sleep(LOOK_S)
+        raise ServerDied(f"Flower's SuperLink did not come up; see {self.serving.log}")
+
+    def register(self) -> None:
+        """Let in the devices whose public keys lie in the folder, and only those."""
+        if self.serving.keys is None:
+            return
+        wanted = self.serving.keys.registered()
+        for name in wanted.keys() - self._registered.keys():
+            request = RegisterNodeRequest(public_key=public_key(wanted[name]), name=name)
+            self._registered[name] = self._control.RegisterNode(request).node_id
+        for name in self._registered.keys() - wanted.keys():
+            self._control.UnregisterNode(UnregisterNodeRequest(node_id=self._registered.pop(name)))
+
+    def follow(self, rounds: int) -> Iterator[RoundRecord]:
+        """Run the server app until so many rounds are done; each round as it is finished."""
+        folder = self.serving.folder
+        (folder / FAILURE).unlink(missing_ok=True)
+        records, size = read_run(folder).records, -1
+        seen = len(records)
+        tries, run_id, began = 1, self._start(), time.monotonic()
+        while True:
+            alive = _is_at_work(folder, run_id, began)  # before the journal: no round is missed
+            if (now := (folder / JOURNAL).stat().st_size) != size:
+                size, records = now, read_run(folder).records
+            yield from records[seen:]
+            if len(records) > seen:
+                seen, tries = len(records), 1
+            if alive:
+                self.register()
+                time.sleep(LOOK_S)
+            elif len(records) >= rounds:
+                return
+            else:
+                self._explain(tries)
+                tries, run_id, began = tries + 1, self._start(), time.monotonic()
+                self.restarts += 1
+
+    def close(self) -> None:
+        """Stop the SuperLink; its own processes go with it."""
+        with suppress(httpx.HTTPError):
+            self._control.close()
+        for how in (signal.SIGINT, signal.SIGTERM, signal.SIGKILL):
+            if self._process.poll() is None:
+                with suppress(ProcessLookupError):
+                    os.killpg(self._process.pid, how)
+                with suppress(subprocess.TimeoutExpired):
+                    self._process.wait(STOP_S)
+        _await_release(self.serving.folder)
+
+    def _start(self) -> int:
+        """Submit the app to the SuperLink."""
+        manifest = resources.files("anycostfl.flower").joinpath("app", "pyproject.toml")
+        content, _ = build_fab_from_files({"pyproject.toml": manifest.read_bytes()})
+        terms = self.serving.terms
+        table: UserConfig = {
+            "run-dir": str(self.serving.folder.resolve()),
+            "deadline-s": float(terms.deadline_s),
+            "wait-for": terms.wait_for,
+            "min-replies": terms.min_replies,
+            "patience-s": float(terms.patience_s),
+        }
+        fab = Fab(hashlib.sha256(content).hexdigest(), content, {})
+        request = StartRunRequest(
+            fab=fab_to_proto(fab), override_config=user_config_to_proto(table)
+        )
+        return int(self._control.StartRun(request).run_id)
+
+    def _explain(self, tries: int) -> None:
+        """The server app is gone: say why if it said so, or if it keeps dying."""
+        failure = self.serving.folder / FAILURE
+        if failure.exists():
+            raise AnycostError(failure.read_text())
+        if self._process.poll() is not None:
+            raise ServerDied(f"Flower's SuperLink died; see {self.serving.log}")
+        if tries >= TRIES:
+            raise ServerDied(f"the server app died {tries} times; see {self.serving.log}")
+
+
+def _options(serving: Serving) -> list[str]:
+    where = ["--host", serving.host, "--port", str(serving.port)]
+    quiet = ["--disable-runtime-dependency-installation"]
+    keys = serving.keys
+    if keys is None:
+        return [*where, *quiet, "--insecure"]
+    return [
+        *where,
+        *quiet,
+        "--enable-supernode-auth",
+        "--ssl-ca-certfile",
+        str(keys.authority.resolve()),
+        "--ssl-certfile",
+        str(keys.certificate.resolve()),
+        "--ssl-keyfile",
+        str(keys.certificate_key.resolve()),
+    ]
+
+
+def _path() -> str:
+    """Where Flower finds its own programs, whether or not the environment is activated."""
+    return os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")])
+
+
+def _check_port(serving: Serving) -> None:
+    with socket.socket(socket.AF_INET6 if ":" in serving.host else socket.AF_INET) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((serving.host, serving.port))
+        except OSError as error:
+            raise ConfigError(
+                [f"--host {serving.host} --port {serving.port}: cannot be used ({error.strerror})"]
+            ) from error
+
+
+def _is_at_work(folder: Path, run_id: int, began: float) -> bool:
+    """Whether the server app of this run holds the run directory, or is still coming up."""
+    path = folder / LOCK
+    with path.open("a+") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return True
+        file.seek(0)
+        came_up = file.read() == str(run_id)
+        return not came_up and time.monotonic() - began < START_S
+
+
+def _await_release(folder: Path) -> None:
+    """Wait until the server app has let go of the run directory."""
+    until = time.monotonic() + STOP_S
+    path = folder / LOCK
+    while path.exists() and time.monotonic() < until:
+        with path.open("a+") as file, suppress(BlockingIOError):
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return
+        time.sleep(LOOK_S)

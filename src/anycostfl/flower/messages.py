@@ -1,0 +1,299 @@
+"""What server and device say to each other, as records that Flower can carry.
+
+    ask      → offer     which device are you, what can you afford in this round?
+    task     → result    your sub-model and how to upload; the payload, and the offer for next time
+
+Tensors travel as raw bytes: a sub-model as one array, a payload as one array. Nothing is pickled.
+Whatever does not read as its record is a `MessageError`, which says what is wrong.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from typing import TypeVar
+
+import torch
+from flwr.app import Array, ArrayRecord, ConfigRecord, Message, RecordDict
+from flwr.supercore.inflatable.inflatable_object import get_all_nested_objects
+from torch import Tensor
+
+from anycostfl.errors import AnycostError, ConfigError
+from anycostfl.methods import State, Upload
+from anycostfl.shrink import ElasticModel, WidthPlan
+from anycostfl.types import Devices, make_devices
+
+Scalar = TypeVar("Scalar", int, float, str, bytes, bool)
+
+PAYLOAD = "anycostfl/payload"
+TENSOR = "anycostfl/tensor"
+WEIGHTS = "anycostfl/weights"
+
+
+class MessageError(AnycostError, ValueError):
+    """A message that does not say what it should."""
+
+
+# --- the server asks, the device answers ----------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Ask:
+    """The experiment, as TOML, and the round that is about to begin."""
+
+    config: str
+    round: int
+
+    def pack(self) -> RecordDict:
+        """As records."""
+        return RecordDict({"ask": ConfigRecord({"config": self.config, "round": self.round})})
+
+
+def read_ask(records: RecordDict) -> Ask:
+    """The question in a message."""
+    table = _table(records, "ask")
+    return Ask(_value(table, "config", str), _value(table, "round", int))
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Offer:
+    """Who a device is and what it has to spend in a round: one row of `Devices`."""
+
+    device: int
+    round: int
+    distance_m: float
+    means: Devices
+
+    def pack(self) -> ConfigRecord:
+        """As one record."""
+        row = {item.name: float(getattr(self.means, item.name)[0]) for item in fields(Devices)}
+        who = {"device": self.device, "round": self.round, "distance_m": self.distance_m}
+        return ConfigRecord({**who, **row})
+
+
+def read_offer(records: RecordDict) -> Offer:
+    """The offer in a message; its numbers are checked as those of any device are."""
+    table = _table(records, "offer")
+    row = {item.name: _value(table, item.name, float) for item in fields(Devices)}
+    distance_m = _value(table, "distance_m", float)
+    if not (math.isfinite(distance_m) and distance_m >= 0):
+        raise MessageError(f"distance_m: given {distance_m}, allowed 0 or more")
+    try:
+        means = make_devices(**row)
+    except ConfigError as error:
+        raise MessageError(f"an offer that cannot be: {'; '.join(error.problems)}") from error
+    return Offer(_value(table, "device", int), _value(table, "round", int), distance_m, means)
+
+
+# --- the server gives a task, the device returns a result -----------------------------------------
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Task:
+    """What one device has to do in a round.
+
+    `order` says how the global channels moved since this device last took part, for whatever it
+    remembers in their coordinates; empty where nothing moved.
+    """
+
+    ask: Ask
+    device: int
+    alpha: float
+    widths: Mapping[str, int]
+    upload: Upload
+    seed: int
+    weights: bytes
+    order: State
+
+    def pack(self) -> RecordDict:
+        """As records; blocks are left out, for the device knows its model."""
+        upload = {
+            f"upload.{item.name}": getattr(self.upload, item.name)
+            for item in fields(Upload)
+            if item.name != "blocks"
+        }
+        table = ConfigRecord(
+            {
+                "device": self.device,
+                "alpha": self.alpha,
+                "groups": list(self.widths),
+                "widths": list(self.widths.values()),
+                "seed": self.seed,
+                **upload,
+            }
+        )
+        return RecordDict(
+            {
+                **self.ask.pack(),
+                "task": table,
+                "weights": ArrayRecord({"weights": _bytes_array(self.weights, WEIGHTS)}),
+                "order": pack_state(self.order),
+            }
+        )
+
+
+def read_task(records: RecordDict) -> Task:
+    """The task in a message."""
+    table = _table(records, "task")
+    groups, widths = table.get("groups"), table.get("widths")
+    if not isinstance(groups, list) or not isinstance(widths, list) or len(groups) != len(widths):
+        raise MessageError("a task without one width for every group")
+    plan = {str(g): w for g, w in zip(groups, widths, strict=True) if isinstance(w, int)}
+    upload = {item.name: table.get(f"upload.{item.name}") for item in fields(Upload)}
+    del upload["blocks"]
+    if None in upload.values():
+        raise MessageError("a task that does not say how to upload")
+    return Task(
+        ask=read_ask(records),
+        device=_value(table, "device", int),
+        alpha=_value(table, "alpha", float),
+        widths=plan,
+        upload=Upload(**upload),  # type: ignore[arg-type]  # packed from the same fields
+        seed=_value(table, "seed", int),
+        weights=_bytes_of(records, "weights", "weights", WEIGHTS),
+        order=read_state(records, "order"),
+    )
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Result:
+    """What a device made of its task.
+
+    `error` says why there is no payload; `busy_s` is how long it worked; `remembers` whether it
+    keeps something in global coordinates; `offer` is what it can afford in the next round.
+    """
+
+    payload: bytes
+    error: str
+    busy_s: float
+    remembers: bool
+    offer: Offer
+
+    def pack(self) -> RecordDict:
+        """As records."""
+        table = ConfigRecord(
+            {"error": self.error, "busy_s": self.busy_s, "remembers": self.remembers}
+        )
+        return RecordDict(
+            {
+                "result": table,
+                "payload": ArrayRecord({"payload": _bytes_array(self.payload, PAYLOAD)}),
+                "offer": self.offer.pack(),
+            }
+        )
+
+
+def read_result(records: RecordDict) -> Result:
+    """The result in a message."""
+    table = _table(records, "result")
+    return Result(
+        payload=_bytes_of(records, "payload", "payload", PAYLOAD),
+        error=_value(table, "error", str),
+        busy_s=_value(table, "busy_s", float),
+        remembers=_value(table, "remembers", bool),
+        offer=read_offer(records),
+    )
+
+
+def wire_bytes(message: Message) -> int:
+    """What a message takes on the wire, without the headers of HTTP and TLS."""
+    return sum(len(part.deflate()) for part in get_all_nested_objects(message).values())
+
+
+# --- tensors as bytes -----------------------------------------------------------------------------
+
+
+def pack_weights(net: ElasticModel, state: Mapping[str, Tensor], plan: WidthPlan) -> bytes:
+    """Only what a sub-model holds of a global state, one tensor after the other."""
+    parts = net.take(state, plan)
+    return b"".join(_raw(parts[name]) for name in _own_names(net, plan))
+
+
+def unpack_weights(
+    net: ElasticModel, like: Mapping[str, Tensor], plan: WidthPlan, weights: bytes
+) -> dict[str, Tensor]:
+    """The tensors of a sub-model; `like` gives the types."""
+    names = _own_names(net, plan)
+    sizes = [math.prod(plan.shapes[n]) * like[n].element_size() for n in names]
+    if len(weights) != sum(sizes):
+        raise MessageError(
+            f"a sub-model of this plan has {sum(sizes)} bytes, {len(weights)} came: do server and "
+            "device run the same version?"
+        )
+    state, start = {}, 0
+    for name, size in zip(names, sizes, strict=True):
+        data = bytearray(memoryview(weights)[start : start + size])
+        state[name] = _tensor(data, like[name].dtype, plan.shapes[name])
+        start += size
+    return state
+
+
+def _own_names(net: ElasticModel, plan: WidthPlan) -> list[str]:
+    """Every tensor under its first name only."""
+    return [name for name in plan.shapes if net.coupling.aliases[name] == name]
+
+
+def pack_state(state: State) -> ArrayRecord:
+    """Named tensors, one array each."""
+    return ArrayRecord({name: _array(tensor) for name, tensor in state.items()})
+
+
+def read_state(records: RecordDict, key: str) -> dict[str, Tensor]:
+    """Named tensors as `pack_state` wrote them; none if there is no such record."""
+    arrays = records.array_records.get(key)
+    return {name: _as_tensor(array) for name, array in arrays.items()} if arrays else {}
+
+
+def _array(tensor: Tensor) -> Array:
+    kind = str(tensor.dtype).removeprefix("torch.")
+    return Array(dtype=kind, shape=tuple(tensor.shape), stype=TENSOR, data=_raw(tensor))
+
+
+def _as_tensor(array: Array) -> Tensor:
+    kind = getattr(torch, array.dtype, None)
+    if array.stype != TENSOR or not isinstance(kind, torch.dtype):
+        raise MessageError(f"an array of kind {array.stype!r} and type {array.dtype!r}")
+    if len(array.data) != math.prod(array.shape) * kind.itemsize:
+        raise MessageError(f"an array of shape {array.shape} with {len(array.data)} bytes")
+    return _tensor(bytearray(array.data), kind, array.shape)
+
+
+def _raw(tensor: Tensor) -> bytes:
+    flat = tensor.detach().to("cpu").contiguous().flatten()
+    return flat.view(torch.uint8).numpy().tobytes()
+
+
+def _tensor(data: bytearray, kind: torch.dtype, shape: tuple[int, ...]) -> Tensor:
+    if not data:
+        return torch.zeros(shape, dtype=kind)
+    return torch.frombuffer(data, dtype=kind).reshape(shape)
+
+
+# --- records, read with care ----------------------------------------------------------------------
+
+
+def _bytes_array(data: bytes, kind: str) -> Array:
+    return Array(dtype="uint8", shape=(len(data),), stype=kind, data=data)
+
+
+def _bytes_of(records: RecordDict, record: str, name: str, kind: str) -> bytes:
+    arrays = records.array_records.get(record)
+    array = arrays.get(name) if arrays else None
+    if array is None or array.stype != kind:
+        raise MessageError(f"a message without {kind}")
+    return bytes(array.data)
+
+
+def _table(records: RecordDict, key: str) -> ConfigRecord:
+    table = records.config_records.get(key)
+    if table is None:
+        raise MessageError(f"a message without {key}")
+    return table
+
+
+def _value(table: ConfigRecord, key: str, kind: type[Scalar]) -> Scalar:
+    value = table.get(key)
+    if type(value) is not kind:
+        raise MessageError(f"{key}: given {value!r}, allowed {kind.__name__}")
+    return value

@@ -1,0 +1,299 @@
+"""Who is there, what each can afford, and who has done its task: the server's view of the fleet.
+
+A node of Flower that is connected is asked who it is; its offer makes it a device that can be
+chosen. Every result brings the offer for the next round, so that nobody has to be asked twice. A
+device that misses a deadline is asked again and comes back with its answer, however late.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, fields, replace
+from logging import INFO, WARNING
+
+import numpy as np
+from flwr.app import Message, MessageType
+from flwr.common.logger import log
+
+from anycostfl.checks import Count, Positive, check_fields
+from anycostfl.config import Config, to_toml
+from anycostfl.errors import AnycostError
+from anycostfl.fleet import Cohort, choose
+from anycostfl.flower.messages import (
+    Ask,
+    MessageError,
+    Offer,
+    Task,
+    read_offer,
+    read_result,
+    wire_bytes,
+)
+from anycostfl.flower.post import PostOffice
+from anycostfl.types import Devices
+from anycostfl.workers import Reply
+
+ASK_S = 30.0  # how long a question stands
+REFRESH_S = 1.0  # between two looks at who is connected
+SPARE_S = 10.0  # a task outlives its deadline, so that it is the deadline that is recorded
+
+
+class NotEnoughDevices(AnycostError):  # noqa: N818 - reads as what happened
+    """Too few devices are connected, for too long."""
+
+
+@dataclass(frozen=True, slots=True)
+class Terms:
+    """How long the server waits, and for how many.
+
+    deadline_s: of a round, from the moment its tasks are sent.
+    wait_for: devices that must have joined before the first round.
+    min_replies: usable replies without which a round changes nothing.
+    patience_s: how long to wait for devices before giving up.
+    """
+
+    deadline_s: Positive = 120.0
+    wait_for: Count = 1
+    min_replies: Count = 1
+    patience_s: Positive = 600.0
+
+    def __post_init__(self) -> None:
+        check_fields(self)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Gathered:
+    """The cohort of a round, and the chosen devices that did not answer in time."""
+
+    cohort: Cohort
+    silent: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Answer:
+    """What came back for a task, how long the device worked, whether it remembers something."""
+
+    reply: Reply
+    busy_s: float = 0.0
+    remembers: bool = False
+
+
+class Roster:
+    """The devices behind a post office."""
+
+    def __init__(self, office: PostOffice, config: Config, terms: Terms) -> None:
+        self._office, self._config, self._terms = office, config, terms
+        self._text = to_toml(config)
+        self._offers: dict[int, Offer] = {}  # node → its latest offer
+        self._asked: dict[str, tuple[int, float]] = {}  # message → node, when the question lapses
+        self._ignored: set[int] = set()  # nodes that cannot be a device of this fleet
+        self._online: set[int] = set()
+        self.send_s = 0.0  # how long it took to hand over the last tasks
+        self._looked = 0.0  # when
+        self._coming = 0  # the round that newcomers are asked about
+
+    def ask(self, number: int) -> Ask:
+        """What every message says about the experiment."""
+        return Ask(self._text, number)
+
+    def gather(self, number: int, least: int) -> Gathered:
+        """Wait until enough devices are there, draw the cohort, learn what each can afford."""
+        self._coming = number
+        until = time.monotonic() + self._terms.patience_s
+        while True:
+            self._wait(lambda: len(self._offers) >= least, until)
+            if len(self._offers) < least:
+                raise NotEnoughDevices(
+                    f"{len(self._offers)} devices are ready after {self._terms.patience_s:g} s, "
+                    f"at least {least} are needed. Start them with `anycostfl join`, then go on "
+                    "with --resume"
+                )
+            if gathered := self._draw(number):
+                return gathered
+
+    def perform(self, tasks: Sequence[Task]) -> list[Answer]:
+        """Send each device its task; one answer each, in the same order, by the deadline."""
+        begin = time.monotonic()
+        self._coming += 1
+        nodes = self._nodes()
+        wait_s = self._terms.deadline_s
+        places, sizes = self._hand_out(tasks, nodes)
+        self.send_s = time.monotonic() - begin
+        answers: dict[int, Answer] = {}
+
+        def take(message: Message) -> None:
+            place = places.get(message.metadata.reply_to_message_id)
+            if place is not None:
+                answers[place] = _answer(tasks[place], message, sizes[place])
+
+        until = time.monotonic() + wait_s
+        while len(answers) < len(places) and time.monotonic() < until:
+            self._step(take, until)
+            gone = {i for i, task in enumerate(tasks) if nodes[task.device] not in self._online}
+            for place in gone - answers.keys():
+                answers[place] = _missing(tasks[place], "the device is gone", sizes[place])
+        late = f"no reply within {wait_s:g} s"
+        whole = [
+            answers.get(place) or _missing(task, late, sizes[place])
+            for place, task in enumerate(tasks)
+        ]
+        for task, answer in zip(tasks, whole, strict=True):
+            if answer.reply.missing:  # it may still be busy: it counts again when it answers
+                self._offers.pop(nodes[task.device], None)
+        return whole
+
+    def _hand_out(
+        self, tasks: Sequence[Task], nodes: Mapping[int, int]
+    ) -> tuple[dict[str, int], dict[int, int]]:
+        """Send tasks one by one, the largest first: which message is which task, and its size."""
+        places: dict[str, int] = {}
+        sizes: dict[int, int] = {}
+        wait_s = self._terms.deadline_s
+        for place in sorted(range(len(tasks)), key=lambda i: -len(tasks[i].weights)):
+            task = tasks[place]
+            node, group = nodes[task.device], str(task.ask.round)
+            letter = Message(
+                task.pack(), node, MessageType.TRAIN, ttl=wait_s + SPARE_S, group_id=group
+            )
+            sizes[place] = wire_bytes(letter)
+            places[self._office.send(letter)] = place
+        places.pop("", None)
+        self._office.watch(list(places), wait_s)
+        return places, sizes
+
+    # --- who is there -----------------------------------------------------------------------------
+
+    def _nodes(self) -> dict[int, int]:
+        """The node of every device."""
+        return {offer.device: node for node, offer in self._offers.items()}
+
+    def _draw(self, number: int) -> Gathered | None:
+        """Choose among those who are ready; nothing if none of the chosen answers."""
+        nodes = self._nodes()
+        fleet, seed = self._config.fleet, self._config.run.seed
+        chosen = choose(fleet, nodes, seed=seed, round_index=number).tolist()
+
+        def is_fresh(device: int) -> bool:
+            offer = self._offers.get(nodes[device])
+            return offer is not None and offer.round == number
+
+        self._question([nodes[i] for i in chosen if not is_fresh(i)], number)
+        until = time.monotonic() + min(ASK_S, self._terms.deadline_s)
+        self._wait(lambda: all(map(is_fresh, chosen)), until)
+        index = [i for i in chosen if is_fresh(i)]
+        silent = tuple(i for i in chosen if not is_fresh(i))
+        for device in silent:
+            self._offers.pop(nodes[device], None)
+        offers = [self._offers[nodes[i]] for i in index]
+        return Gathered(_cohort(offers), silent) if offers else None
+
+    def _wait(self, done: Callable[[], bool], until: float) -> None:
+        """Look after the fleet until something holds, or the time is over."""
+        while self._step(lambda _: None, 0.0):
+            pass  # what has come already
+        while not done() and time.monotonic() < until:
+            self._step(lambda _: None, until)
+
+    def _step(self, take: Callable[[Message], None], until: float) -> bool:
+        """Handle the next message, if one comes soon; now and then see who is connected."""
+        now = time.monotonic()
+        if now - self._looked >= REFRESH_S:
+            self._looked = now
+            self._refresh(set(self._office.nodes()), now)
+        message = self._office.take(min(until - now, REFRESH_S / 4))
+        if message is None:
+            return False
+        name = message.metadata.reply_to_message_id
+        asked = self._asked.get(name)
+        if asked is None:
+            take(message)
+            self._renew(message)
+        elif message.has_error():
+            log(INFO, "node %s did not answer: %s", asked[0], message.error.reason)
+        else:
+            del self._asked[name]
+            self._welcome(asked[0], message)
+        return True
+
+    def _refresh(self, online: set[int], now: float) -> None:
+        self._online = online
+        self._ignored &= online
+        self._offers = {node: offer for node, offer in self._offers.items() if node in online}
+        self._asked = {
+            name: (node, lapses)
+            for name, (node, lapses) in self._asked.items()
+            if node in online and now < lapses
+        }
+        asked = {node for node, _ in self._asked.values()}
+        self._question(sorted(online - self._offers.keys() - self._ignored - asked), self._coming)
+
+    def _question(self, nodes: Sequence[int], number: int) -> None:
+        """Ask nodes who they are and what they can afford in a round."""
+        lapses = time.monotonic() + ASK_S
+        content, group = self.ask(number).pack(), str(number)
+        for node in nodes:
+            name = self._office.send(
+                Message(content, node, MessageType.QUERY, ttl=ASK_S, group_id=group)
+            )
+            if name:
+                self._asked[name] = (node, lapses)
+        self._office.watch([n for n, (_, t) in self._asked.items() if t == lapses], ASK_S)
+
+    def _renew(self, message: Message) -> None:
+        """A result carries the offer for the next round; without one, the device is asked."""
+        node = message.metadata.src_node_id
+        before = self._offers.pop(node, None)
+        if before is None or message.has_error():
+            return
+        with suppress(MessageError):
+            offer = read_offer(message.content)
+            if offer.device == before.device:
+                self._offers[node] = offer
+
+    def _welcome(self, node: int, message: Message) -> None:
+        """Take an offer, unless it cannot be one of this fleet's."""
+        try:
+            offer = read_offer(message.content)
+            if self._nodes().get(offer.device, node) != node:
+                raise MessageError(f"device {offer.device} is connected already")
+            if not 0 <= offer.device < self._config.fleet.devices:
+                raise MessageError(f"there is no device {offer.device} in this fleet")
+        except MessageError as error:
+            log(WARNING, "node %s is ignored: %s", node, error)
+            self._ignored.add(node)
+            return
+        if node not in self._offers:
+            log(INFO, "device %d is ready", offer.device)
+        self._offers[node] = offer
+
+
+def _cohort(offers: Sequence[Offer]) -> Cohort:
+    means = {
+        item.name: np.concatenate([getattr(offer.means, item.name) for offer in offers])
+        for item in fields(Devices)
+    }
+    return Cohort(
+        np.array([offer.device for offer in offers], np.intp),
+        np.array([offer.distance_m for offer in offers]),
+        Devices(**means),
+    )
+
+
+def _answer(task: Task, message: Message, sent_bytes: int) -> Answer:
+    """What a reply to a task says, if it can be read."""
+    if message.has_error():
+        return _missing(task, message.error.reason or "no reason given", sent_bytes)
+    sizes = Reply(task.device, wire_bytes_down=sent_bytes, wire_bytes_up=wire_bytes(message))
+    try:
+        result = read_result(message.content)
+        if result.offer.device != task.device:
+            raise MessageError(f"device {result.offer.device} answers for {task.device}")
+    except MessageError as problem:
+        return Answer(replace(sizes, error=str(problem)))
+    reply = replace(sizes, payload=result.payload, error=result.error)
+    return Answer(reply, result.busy_s, result.remembers)
+
+
+def _missing(task: Task, why: str, sent_bytes: int) -> Answer:
+    return Answer(Reply(task.device, missing=why, wire_bytes_down=sent_bytes))

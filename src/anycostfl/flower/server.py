@@ -1,0 +1,240 @@
+"""The server's half of a round over Flower: `play` is the simulator's, with real devices.
+
+A round: sort, gather offers, plan, send every device its sub-model, wait until all have replied or
+the deadline has passed, aggregate what counts. What is late, missing or refused is recorded and the
+round goes on. Devices come and go between rounds; whoever answers is used again.
+
+Flower's `Strategy.start` is not used: it sends every node the same model, waits in steps of three
+seconds, and knows no deadline (docs/decisions/0050).
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import replace
+from logging import INFO
+from pathlib import Path
+
+import torch
+from flwr.app import Context
+from flwr.app.user_config import UserConfig
+from flwr.common.logger import log
+from flwr.serverapp import Grid, ServerApp
+
+from anycostfl.aggregate import aggregate
+from anycostfl.config import Config
+from anycostfl.coupling import tensors_of
+from anycostfl.errors import AnycostError
+from anycostfl.experiment import prepare
+from anycostfl.flower.messages import Ask, Task, pack_weights
+from anycostfl.flower.orphans import end_with_parent
+from anycostfl.flower.post import PostOffice, quicken
+from anycostfl.flower.roster import Roster, Terms
+from anycostfl.methods import State
+from anycostfl.rounds import (
+    Assignment,
+    Outcome,
+    accepted,
+    assign,
+    describe,
+    evaluate,
+    is_due,
+    receive,
+)
+from anycostfl.runs import Snapshot, Turn, Turns, keep, take_up
+from anycostfl.shrink import ElasticModel
+from anycostfl.types import DeviceRecord, RoundRecord
+from anycostfl.workers import InProcess, one_thread
+
+LOCK = "server.lock"  # held by the server app; inside: the id of Flower's run
+FAILURE = "failure.txt"  # why the server app gave up
+TRIES = 50  # to get the lock, ten a second
+PACE = "pace.jsonl"  # where the seconds of each round went
+
+app = ServerApp()
+
+
+@app.main()
+def main(grid: Grid, context: Context) -> None:
+    """Play the run of a run directory from where it stopped."""
+    quicken()
+    end_with_parent(lambda: os._exit(1))  # Flower would go on trying to reach the dead for minutes
+    folder = Path(str(context.run_config["run-dir"]))
+    with sole_server(folder, context.run_id):
+        try:
+            before = take_up(folder)
+            pace = Pace(folder / PACE)
+            turns = play(before.config, grid, read_terms(context.run_config), before.start, pace)
+            for turn in keep(turns, before.config, before.writer):
+                log(INFO, "round %d is done", turn.record.round + 1)
+        except AnycostError as error:
+            (folder / FAILURE).write_text(str(error))
+            raise
+
+
+def read_terms(table: UserConfig) -> Terms:
+    """From Flower's run configuration."""
+    return Terms(
+        deadline_s=float(table["deadline-s"]),
+        wait_for=int(table["wait-for"]),
+        min_replies=int(table["min-replies"]),
+        patience_s=float(table["patience-s"]),
+    )
+
+
+@contextmanager
+def sole_server(folder: Path, run_id: int) -> Iterator[None]:
+    """Hold the run directory; the lock goes when the process does, however it ends."""
+    with (folder / LOCK).open("a+") as file:
+        for _ in range(TRIES):  # whoever watches the run holds the lock for a moment, too
+            with suppress(BlockingIOError):
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            time.sleep(0.1)
+        else:
+            raise AnycostError(f"another server is at work on {folder}")
+        file.truncate(0)
+        file.write(str(run_id))
+        file.flush()
+        yield
+
+
+def play(
+    config: Config,
+    grid: Grid,
+    terms: Terms,
+    start: Snapshot | None = None,
+    pace: Pace | None = None,
+) -> Turns:
+    """The training procedure of the paper on the devices behind a Grid, round after round.
+
+    Devices keep their memories; the snapshot holds how channels moved since each was last here.
+    """
+    side = prepare(config)
+    net, method = side.net, side.method
+    roster = Roster(PostOffice(grid), config, terms)
+    moved: dict[int, State] = {}
+    if start is not None:
+        net.load(start.state)
+        moved = dict(start.memories)
+    limits = config.limits_of(config.run.method)
+    first = start.round if start else 0
+    pace = pace or Pace()
+
+    with one_thread():
+        for number in range(first, config.run.rounds):
+            pace.begin(number)
+            if method.sorts_channels:
+                order = net.sort_channels()
+                moved = {device: follow(before, order) for device, before in moved.items()}
+
+            least = terms.wait_for if number == first else terms.min_replies
+            gathered = roster.gather(number, least)
+            pace.lap("gather_s")
+            cohort = gathered.cohort
+            strategies = method.plan(cohort.devices, config.workload, limits)
+            assignments = assign(config, side, cohort, strategies, number)
+            tasks = make_tasks(net, roster.ask(number), assignments, moved)
+            pace.lap("plan_s")
+
+            answers = roster.perform(tasks)
+            pace.lap("devices_s")
+            pace.note("send_s", roster.send_s)
+            pace.note("slowest_device_s", max((a.busy_s for a in answers), default=0.0))
+            replies = (answer.reply for answer in answers)
+            outcomes = enough(receive(method, assignments, replies), terms.min_replies)
+            updates = accepted(method, outcomes, config.aggregation)
+            net.load(aggregate(tensors_of(net.module), updates, config.aggregation))
+            if method.sorts_channels:
+                moved |= {a.reply.device: stay(net) for a in answers if a.remembers}
+            pace.lap("aggregate_s")
+
+            accuracy = evaluate(side, InProcess(side)) if is_due(config, number) else None
+            devices = describe(config, cohort, strategies, outcomes) + absent(gathered.silent)
+            state = {name: t.detach().clone() for name, t in tensors_of(net.module).items()}
+            pace.lap("evaluate_s")
+            yield Turn(
+                RoundRecord(number, accuracy, devices), Snapshot(number + 1, state, dict(moved))
+            )
+            pace.lap("write_s")
+            pace.end()
+
+
+def make_tasks(
+    net: ElasticModel, ask: Ask, assignments: Sequence[Assignment], moved: dict[int, State]
+) -> list[Task]:
+    """What each device is sent: only the channels of its sub-model go down the wire."""
+    state = tensors_of(net.module)
+    return [
+        Task(
+            ask=ask,
+            device=a.device,
+            alpha=a.plan.alpha,
+            widths=a.plan.widths,
+            upload=a.upload,
+            seed=a.seed,
+            weights=pack_weights(net, state, a.plan),
+            order=moved.get(a.device, {}),
+        )
+        for a in assignments
+    ]
+
+
+def enough(outcomes: list[Outcome], least: int) -> list[Outcome]:
+    """With too few usable replies, none is used."""
+    usable = sum(outcome.status == "ok" for outcome in outcomes)
+    if usable >= least:
+        return outcomes
+    why = f"unused: {usable} usable replies, at least {least} needed"
+    return [replace(o, status=why) if o.status == "ok" else o for o in outcomes]
+
+
+def absent(devices: Sequence[int]) -> tuple[DeviceRecord, ...]:
+    """Records of devices that were chosen and never said what they can afford."""
+    why = "missing: it did not say what it can afford"
+    return tuple(DeviceRecord(device, why, 0, 0.0, 0.0, 0.0) for device in devices)
+
+
+def stay(net: ElasticModel) -> State:
+    """The order in which nothing has moved."""
+    return {group.name: torch.arange(group.size) for group in net.coupling.groups}
+
+
+def follow(before: State, order: State) -> State:
+    """Two moves of the channels as one."""
+    return {name: old[order[name]] for name, old in before.items()}
+
+
+class Pace:
+    """Where the wall seconds of a round go; written to a file if there is one."""
+
+    def __init__(self, path: Path | None = None) -> None:
+        self._path = path
+        self._seconds: dict[str, float] = {}
+        self._last = 0.0
+
+    def begin(self, number: int) -> None:
+        """A round begins."""
+        self._seconds = {"round": number}
+        self._last = time.perf_counter()
+
+    def lap(self, name: str) -> None:
+        """What was done since the last lap."""
+        now = time.perf_counter()
+        self._seconds[name] = round(now - self._last, 4)
+        self._last = now
+
+    def note(self, name: str, seconds: float) -> None:
+        """Seconds that somebody else measured."""
+        self._seconds[name] = round(seconds, 4)
+
+    def end(self) -> None:
+        """The round is over."""
+        if self._path is not None:
+            with self._path.open("a") as file:
+                file.write(json.dumps(self._seconds) + "\n")

@@ -1,0 +1,120 @@
+"""How fast this machine trains the task's own model at several widths, and one speed for all.
+
+The cost model says that time is W·α/f with one W for all widths (Sec. IV-A); real time is near
+that, not on it: narrow layers fill vector units less well, some widths better than others. The one
+speed is the middle of the slowest and the fastest that was seen, for no other has a smaller worst
+relative error of the predicted time. (docs/decisions/0041 says what else was weighed.)
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from anycostfl import models
+from anycostfl.config import Config
+from anycostfl.experiment import train_options
+from anycostfl.shrink import ElasticModel
+from anycostfl.train import train
+
+REPETITION_S = 0.5
+"""How long one repetition at full width should take at least."""
+
+
+@dataclass(frozen=True, slots=True)
+class Pace:
+    """Training at one width: α, the FLOPs ratio it really has, seconds per sample."""
+
+    alpha: float
+    flops_ratio: float
+    seconds_per_sample: float
+
+
+@dataclass(frozen=True, slots=True)
+class Speed:
+    """One number of FLOPs per second, and the worst relative error of times predicted with it."""
+
+    flops_per_second: float
+    worst_error: float
+
+
+def elastic_model(config: Config) -> ElasticModel:
+    """The task's own model."""
+    spec = models.load(config.model.name)
+    return ElasticModel(spec.build(), spec.example(2), rule=config.model.widths)
+
+
+def measured_alphas(config: Config) -> tuple[float, ...]:
+    """Full width, three quarters, a half, a quarter, and the narrowest that is ever planned."""
+    least = config.limits.alpha_min
+    return (*(alpha for alpha in (1.0, 0.75, 0.5, 0.25) if alpha > least), least)
+
+
+def measure_paces(
+    config: Config,
+    net: ElasticModel,
+    alphas: Sequence[float],
+    repeats: int,
+    *,
+    between: Callable[[], None] = lambda: None,
+    clock: Callable[[], float] = time.perf_counter,
+) -> list[Pace]:
+    """Train at all widths in turns on made-up data; medians. `between` is called after each."""
+    epochs = [local_epoch(config, net, alpha, clock) for alpha in alphas]
+    batch, longest = config.training.batch, int(config.fleet.samples)
+    epochs[0](2 * batch)  # the first call of a kernel finds out how to run it
+    batches = math.ceil(REPETITION_S / max(epochs[0](batch), 1e-6))
+    samples = min(max(2, batches) * batch, max(longest, batch))
+    seen: list[list[float]] = [[] for _ in alphas]
+    for _ in range(repeats + 1):
+        for epoch, seconds in zip(epochs, seen, strict=True):
+            seconds.append(epoch(samples) / samples)
+            between()
+    plans = [net.plan(alpha) for alpha in alphas]
+    return [
+        Pace(plan.alpha, plan.flops_ratio, statistics.median(seconds[1:]))
+        for plan, seconds in zip(plans, seen, strict=True)
+    ]
+
+
+def local_epoch(
+    config: Config,
+    net: ElasticModel,
+    alpha: float,
+    clock: Callable[[], float] = time.perf_counter,
+) -> Callable[[int], float]:
+    """A function that trains a sub-model on so many samples and says how many seconds it took."""
+    module, spec, options = (
+        net.shrink(alpha).module,
+        models.load(config.model.name),
+        train_options(config),
+    )
+    with torch.no_grad():
+        classes = module(spec.example(2)).shape[-1]
+
+    def run(samples: int) -> float:
+        images, labels = spec.example(samples), torch.randint(classes, (samples,))
+        start = clock()
+        train(module, images, labels, options, torch.Generator().manual_seed(0))
+        return (clock() - start) / options.epochs
+
+    return run
+
+
+def fit_speed(flops_per_sample: float, paces: Sequence[Pace]) -> Speed:
+    """The one speed with the least worst error.
+
+    The planner predicts with α, the simulator charges the FLOPs ratio of the cut; both should hold.
+    """
+    speeds = [
+        flops_per_sample * share / pace.seconds_per_sample
+        for pace in paces
+        for share in (pace.alpha, pace.flops_ratio)
+    ]
+    low, high = min(speeds), max(speeds)
+    return Speed((low + high) / 2, (high - low) / (high + low))

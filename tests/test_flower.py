@@ -1,0 +1,318 @@
+"""Over Flower's messages: the simulator's result, bit for bit, and nothing else counts."""
+
+from __future__ import annotations
+
+import math
+import struct
+import time
+import zlib
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from flwr.app import ArrayRecord, Message, RecordDict
+
+from anycostfl import methods
+from anycostfl.codec import compress
+from anycostfl.codec.dense import pack_dense
+from anycostfl.config import Config
+from anycostfl.coupling import tensors_of
+from anycostfl.experiment import prepare, settle
+from anycostfl.flower import messages, roster, server
+from anycostfl.flower.roster import NotEnoughDevices, Terms
+from anycostfl.methods import Method, State, Upload
+from anycostfl.runs import Turn
+from anycostfl.simulate import play
+from anycostfl.types import RoundRecord
+from flower_grid import FIRST_NODE, LocalGrid, Tamper, honest
+from small_runs import small_config
+
+QUICK = Terms(deadline_s=30.0, wait_for=5, patience_s=30.0)
+SHORT = replace(QUICK, deadline_s=2.0)
+
+
+def config_of(folder: Path, *more: str) -> Config:
+    five = ("fleet.devices=5", "fleet.cohort=5", "run.rounds=2")
+    return settle(small_config(folder, *five, *more))
+
+
+def over_flower(config: Config, tamper: Tamper = honest, terms: Terms = QUICK) -> list[Turn]:
+    return list(server.play(config, LocalGrid(config.fleet.devices, tamper), terms))
+
+
+def off_the_wire(record: RoundRecord) -> RoundRecord:
+    """As the simulator writes it, which sends no messages."""
+    devices = [replace(d, wire_bytes_up=0, wire_bytes_down=0) for d in record.devices]
+    return replace(record, devices=tuple(devices))
+
+
+def assert_same(flower: list[Turn], simulated: list[Turn]) -> None:
+    assert [off_the_wire(t.record) for t in flower] == [t.record for t in simulated]
+    for one, other in zip(flower, simulated, strict=True):
+        assert one.after.state.keys() == other.after.state.keys()
+        for name, tensor in other.after.state.items():
+            assert torch.equal(one.after.state[name], tensor), name
+
+
+@pytest.mark.parametrize("method", methods.names())
+def test_the_result_is_the_simulators_bit_for_bit(tmp_path: Path, method: str) -> None:
+    config = config_of(tmp_path, f"run.method={method}", "run.rounds=3", "fleet.cohort=4")
+    flower = over_flower(config)
+    assert_same(flower, list(play(config)))
+    assert len({d.alpha for t in flower for d in t.record.devices}) > 1 or method != "anycostfl"
+
+
+def test_going_on_from_any_round_ends_the_same(tmp_path: Path) -> None:
+    config = config_of(tmp_path, "run.rounds=3")
+    whole = over_flower(config)
+    rest = list(server.play(config, LocalGrid(5), QUICK, whole[0].after))
+    assert_same([whole[0], *rest], list(play(config)))
+
+
+# --- what a device remembers ----------------------------------------------------------------------
+
+
+def remembering(honest_method: Method) -> Method:
+    """The method with a memory in global coordinates, so that it must follow every sort."""
+
+    def encode(update: State, upload: Upload, memory: State | None) -> tuple[bytes, State | None]:
+        full = {n: torch.zeros(s) for n, s in FULL_SHAPES.items()} if memory is None else memory
+        corners = {n: tuple(slice(0, k) for k in u.shape) for n, u in update.items()}
+        mixed = {n: u + 0.1 * full[n][corners[n]] for n, u in update.items()}
+        kept = {n: t.clone() for n, t in full.items()}
+        for name, part in mixed.items():
+            kept[name][corners[name]] = part
+        payload, _ = honest_method.encode(mixed, upload, None)
+        return payload, kept
+
+    return replace(honest_method, encode=encode)
+
+
+FULL_SHAPES: dict[str, torch.Size] = {}
+
+
+def test_memories_survive_between_messages_and_follow_the_channels(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = config_of(tmp_path, "run.rounds=4", "fleet.cohort=3")
+    module = prepare(config).net.module
+    FULL_SHAPES.update({n: t.shape for n, t in tensors_of(module).items()})
+    plain = list(play(config))
+    found = remembering(methods.load("anycostfl"))
+    monkeypatch.setattr(methods, "load", lambda _name: found)
+    simulated = list(play(config))
+    assert simulated[-1].record != plain[-1].record
+    grid = LocalGrid(5)
+    flower = list(server.play(config, grid, QUICK))
+    assert_same(flower, simulated)
+    again = list(server.play(config, grid, QUICK, flower[-2].after))  # the last round once more
+    assert_same([*flower[:-1], *again], simulated)
+
+
+# --- what is sent ---------------------------------------------------------------------------------
+
+
+def test_only_the_channels_of_the_submodel_go_down_the_wire(tmp_path: Path) -> None:
+    config = config_of(tmp_path, "run.rounds=1")
+    (turn,) = over_flower(config)
+    for d in turn.record.devices:
+        assert d.bytes_down <= d.wire_bytes_down < d.bytes_down + 8000
+        assert d.bytes_up < d.wire_bytes_up < d.bytes_up + 4000
+    sizes = [d.bytes_down for d in sorted(turn.record.devices, key=lambda d: d.alpha)]
+    assert sizes == sorted(sizes)
+    assert sizes[0] < sizes[-1]
+
+
+# --- what is refused ------------------------------------------------------------------------------
+
+
+def retold(reply: Message, change: Callable[[messages.Result], messages.Result]) -> Message:
+    """The reply with another result."""
+    result = change(messages.read_result(reply.content))
+    other = Message(result.pack(), reply_to=Message(RecordDict(), 1, "train"))
+    other.metadata.__dict__.update(reply.metadata.__dict__)
+    return other
+
+
+def lies(how: Callable[[Message, messages.Result], messages.Result], liar: int) -> Tamper:
+    def tamper(device: int, sent: Message, reply: Message) -> Message:
+        if device != liar or "result" not in reply.content:
+            return reply
+        return retold(reply, lambda result: how(sent, result))
+
+    return tamper
+
+
+def garbage(_sent: Message, result: messages.Result) -> messages.Result:
+    return replace(result, payload=bytes(range(256)) * 4)
+
+
+def nothing(_sent: Message, result: messages.Result) -> messages.Result:
+    return replace(result, payload=b"")
+
+
+def other_plan(sent: Message, result: messages.Result) -> messages.Result:
+    """An update of the full model, however narrow the device's own was."""
+    task = messages.read_task(sent.content)
+    update = {name: torch.ones(shape) for name, shape in FULL_SHAPES.items()}
+    payload = compress(update, 0.05, seed=1, binding=task.upload.binding)
+    return replace(result, payload=payload)
+
+
+def not_a_number(sent: Message, result: messages.Result) -> messages.Result:
+    """A dense payload that is whole, bound to the plan, and holds one NaN."""
+    task = messages.read_task(sent.content)
+    shapes = {name: FULL_SHAPES[name] for name in FULL_SHAPES}
+    payload = bytearray(
+        pack_dense({n: torch.ones(s) for n, s in shapes.items()}, binding=task.upload.binding)
+    )
+    payload[38:42] = struct.pack("<f", math.nan)
+    payload[-4:] = struct.pack("<I", zlib.crc32(payload[:-4]))
+    return replace(result, payload=bytes(payload))
+
+
+@pytest.mark.parametrize(
+    ("method", "how", "why"),
+    [
+        ("anycostfl", garbage, "refused: "),
+        ("anycostfl", nothing, "refused: "),
+        ("anycostfl", other_plan, "refused: "),
+        ("fedavg", garbage, "refused: a dense payload of this plan has"),
+        ("fedavg", not_a_number, "refused: the payload holds a value that is not finite"),
+    ],
+)
+def test_a_lying_device_is_refused_and_the_round_goes_on(
+    tmp_path: Path,
+    method: str,
+    how: Callable[[Message, messages.Result], messages.Result],
+    why: str,
+) -> None:
+    config = config_of(tmp_path, f"run.method={method}", "fleet.energy_max_j=0.01")
+    module = prepare(config).net.module
+    FULL_SHAPES.update({n: t.shape for n, t in module.named_parameters()})
+    first, second = over_flower(config, lies(how, liar=4))
+    assert first.record.devices[4].alpha < 1 or method == "fedavg"
+    for turn in (first, second):  # it is asked again, and refused again
+        statuses = {d.device: d.status for d in turn.record.devices}
+        assert statuses.pop(4).startswith(why)
+        assert set(statuses.values()) == {"ok"}
+        assert all(torch.isfinite(t).all() for t in turn.after.state.values())
+
+
+def test_the_payload_of_another_round_is_refused(tmp_path: Path) -> None:
+    config = config_of(tmp_path)
+    kept: list[bytes] = []
+
+    def stale(_sent: Message, result: messages.Result) -> messages.Result:
+        kept.append(result.payload)
+        return replace(result, payload=kept[0])
+
+    first, second = over_flower(config, lies(stale, liar=3))
+    assert first.record.devices[3].status == "ok"
+    assert second.record.devices[3].status.startswith("refused: ")
+
+
+def test_a_reply_that_is_no_result_is_refused(tmp_path: Path) -> None:
+    config = config_of(tmp_path)
+
+    def tamper(device: int, _sent: Message, reply: Message) -> Message:
+        if device == 2 and "result" in reply.content:
+            del reply.content["payload"]
+            reply.content["model"] = ArrayRecord()
+        return reply
+
+    turns = over_flower(config, tamper)
+    assert [t.record.devices[2].status for t in turns] == [
+        "refused: a message without anycostfl/payload"
+    ] * 2
+
+
+def test_impossible_offers_keep_nodes_out(tmp_path: Path) -> None:
+    config = config_of(tmp_path, "run.rounds=1")
+
+    def tamper(device: int, _sent: Message, reply: Message) -> Message:
+        table = reply.content.config_records["offer"]
+        if device == 1:
+            table["rate_bps"] = math.nan
+        elif device == 2:
+            table["samples"] = -20.0
+        elif device == 3:
+            del table["energy_j"]
+        return reply
+
+    (turn,) = over_flower(config, tamper, replace(QUICK, wait_for=2))
+    assert [d.device for d in turn.record.devices] == [0, 4]
+
+
+# --- who does not answer --------------------------------------------------------------------------
+
+
+def test_a_missing_reply_ends_the_round_at_its_deadline_and_the_device_comes_back(
+    tmp_path: Path,
+) -> None:
+    config = config_of(tmp_path, "run.rounds=4")
+
+    def tamper(device: int, sent: Message, reply: Message) -> Message | None:
+        lost = device == 4 and sent.metadata.group_id == "0" and "task" in sent.content
+        return None if lost else reply
+
+    turns = server.play(config, LocalGrid(5, tamper), SHORT)
+    *others, missing = next(turns).record.devices
+    assert missing.status == "missing: no reply within 2 s"
+    assert (missing.bytes_up, missing.wire_bytes_up) == (0, 0)
+    assert missing.wire_bytes_down > 0
+    assert {d.status for d in others} == {"ok"}
+    time.sleep(roster.REFRESH_S)  # by then the server asks it again
+    *_, last = turns
+    assert [d.status for d in last.record.devices] == ["ok"] * 5
+
+
+def test_a_device_that_leaves_does_not_hold_up_the_round(tmp_path: Path) -> None:
+    config = config_of(tmp_path, "run.rounds=4")
+    grid = LocalGrid(5)
+
+    def tamper(device: int, sent: Message, reply: Message) -> Message | None:
+        if device == 3 and sent.metadata.group_id == "0" and "task" in sent.content:
+            grid.online.discard(FIRST_NODE + 3)
+            return None
+        return reply
+
+    grid.tamper = tamper
+    turns = server.play(config, grid, replace(QUICK, deadline_s=300.0))
+    assert next(turns).record.devices[3].status == "missing: the device is gone"
+    assert [d.device for d in next(turns).record.devices] == [0, 1, 2, 4]
+    grid.online.add(FIRST_NODE + 3)
+    time.sleep(roster.REFRESH_S)  # by then the server looks again
+    *_, last = turns
+    assert [d.device for d in last.record.devices] == [0, 1, 2, 3, 4]
+
+
+def test_too_few_replies_change_nothing_and_are_recorded(tmp_path: Path) -> None:
+    config = config_of(tmp_path, "run.rounds=1")
+
+    def tamper(device: int, sent: Message, reply: Message) -> Message | None:
+        return None if device > 1 and "task" in sent.content else reply
+
+    (turn,) = over_flower(config, tamper, replace(SHORT, min_replies=3))
+    statuses = [d.status for d in turn.record.devices]
+    assert statuses[:2] == ["unused: 2 usable replies, at least 3 needed"] * 2
+    (nobody,) = over_flower(config, lambda _d, s, r: None if "task" in s.content else r, SHORT)
+    for name, tensor in nobody.after.state.items():
+        assert torch.equal(turn.after.state[name], tensor)
+
+
+def test_a_fleet_that_never_comes_is_not_waited_for(tmp_path: Path) -> None:
+    config = config_of(tmp_path)
+    with pytest.raises(NotEnoughDevices, match="0 devices are ready"):
+        list(server.play(config, LocalGrid(0), Terms(wait_for=1, patience_s=0.5)))
+
+
+def test_two_nodes_cannot_be_one_device(tmp_path: Path) -> None:
+    config = config_of(tmp_path, "run.rounds=1")
+    grid = LocalGrid(5)
+    grid.contexts[FIRST_NODE + 4].node_config["partition-id"] = 0
+    (turn,) = server.play(config, grid, replace(QUICK, wait_for=4))
+    assert [d.device for d in turn.record.devices] == [0, 1, 2, 3]
+    assert {d.status for d in turn.record.devices} == {"ok"}

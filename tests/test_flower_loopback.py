@@ -1,0 +1,173 @@
+"""A real fleet on loopback: TLS, keys, real processes, and what happens when they are killed."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from anycostfl.cli.fleet import free_port
+from anycostfl.cli.serve import for_devices
+from anycostfl.config import Config
+from anycostfl.flower.keys import KeyFolder, make_keys
+from anycostfl.records import read_run
+from anycostfl.simulate import play
+from anycostfl.types import RoundRecord
+from loopback import Loopback, loopback, wait_until
+from small_runs import small_config, small_overrides
+from test_flower import off_the_wire
+
+FOUR = ("fleet.devices=4", "fleet.cohort=4", "fleet.energy_max_j=0.03")
+
+
+class Fleet:
+    """One server and four devices, members of the simulated fleet."""
+
+    def __init__(self, processes: Loopback, *more: str) -> None:
+        self.processes, self.folder = processes, processes.folder
+        self.run = self.folder / "run"
+        self.more = (*FOUR, *more)
+        self.port = free_port()
+        self.keys = KeyFolder(self.folder / "keys")
+        make_keys(self.keys.folder, ["127.0.0.1"], [f"d{i}" for i in range(4)])
+
+    @property
+    def config(self) -> Config:
+        return for_devices(small_config(self.folder, *self.more))
+
+    def serve(self, *options: str, resume: bool = False) -> subprocess.Popen[bytes]:
+        if resume:
+            what = ["--resume", "run"]
+        else:
+            sets = small_overrides(self.folder, *self.more)
+            what = ["demo", "--out", "run", *(part for item in sets for part in ("--set", item))]
+        where = ["--host", "127.0.0.1", "--port", str(self.port)]
+        return self.processes.start("serve", "serve", *what, *where, *options)
+
+    def join(self, device: int, key: Path | None = None) -> subprocess.Popen[bytes]:
+        return self.processes.start(
+            f"d{device}" if key is None else key.name,
+            "join", f"127.0.0.1:{self.port}", "--device", str(device),
+            "--key", str(key or self.keys.device(f"d{device}")),
+            "--trust", str(self.keys.authority),
+            "--data", str(self.folder / "stripes.npz"), "--threads", "1",
+        )  # fmt: skip
+
+    def records(self) -> tuple[RoundRecord, ...]:
+        return read_run(self.run).records if (self.run / "rounds.jsonl").exists() else ()
+
+    def wait_for_rounds(self, count: int, seconds: float = 120) -> None:
+        wait_until(lambda: len(self.records()) >= count, seconds, f"{count} rounds")
+
+    def assert_as_simulated(self) -> None:
+        turns = list(play(self.config))
+        assert [off_the_wire(r) for r in self.records()] == [turn.record for turn in turns]
+        saved = load_file(self.run / f"checkpoint-{len(turns)}.safetensors")
+        for name, tensor in turns[-1].after.state.items():
+            assert torch.equal(saved[f"model/{name}"], tensor), name
+
+
+@pytest.fixture
+def processes(tmp_path: Path) -> Iterator[Loopback]:
+    with loopback(tmp_path) as running:
+        yield running
+
+
+def ends(process: subprocess.Popen[bytes], seconds: float) -> int:
+    return process.wait(seconds)
+
+
+def test_four_widths_over_tls_with_keys_as_simulated_and_a_stranger_is_refused(
+    processes: Loopback,
+) -> None:
+    fleet = Fleet(processes, "run.rounds=3")
+    make_keys(fleet.folder / "elsewhere", [], ["stranger"])
+    server = fleet.serve()
+    devices = [fleet.join(i) for i in range(4)]
+    stranger = fleet.join(0, KeyFolder(fleet.folder / "elsewhere").device("stranger"))
+    assert ends(server, 150) == 0, processes.log("serve")
+    assert len({d.alpha for d in fleet.records()[0].devices}) == 4
+    fleet.assert_as_simulated()
+    for record in fleet.records():
+        assert all(d.wire_bytes_down > d.bytes_down and d.wire_bytes_up for d in record.devices)
+    for device in devices:
+        device.terminate()
+    assert [ends(device, 20) for device in devices] == [143] * 4
+    assert "joined" not in processes.log("stranger")
+    stranger.terminate()
+    ends(stranger, 20)
+    wait_until(lambda: not processes.pids(), 20, "every process is gone")
+
+
+# --- drills: what is killed comes back, and nothing is lost ---------------------------------------
+
+
+@pytest.mark.slow
+def test_a_killed_device_costs_its_round_a_deadline_and_is_used_again(processes: Loopback) -> None:
+    fleet = Fleet(processes, "run.rounds=400")
+    server = fleet.serve("--deadline-s", "10", "--min-replies", "2")
+    devices = [fleet.join(i) for i in range(4)]
+    fleet.wait_for_rounds(2)
+    os.kill(devices[2].pid, signal.SIGSTOP)  # it cannot answer the round that runs
+    stopped_in = len(fleet.records())
+    fleet.wait_for_rounds(stopped_in + 1)
+    os.kill(devices[2].pid, signal.SIGKILL)
+    fleet.wait_for_rounds(stopped_in + 4)
+    rounds = fleet.records()[stopped_in - 1 :]
+    missed = [r for r in rounds if any(d.status.startswith("missing") for d in r.devices)]
+    assert len(missed) == 1
+    assert {d.device: d.status for d in missed[0].devices} == {
+        0: "ok", 1: "ok", 2: "missing: no reply within 10 s", 3: "ok",
+    }  # fmt: skip
+    assert [d.device for d in rounds[-1].devices] == [0, 1, 3]
+    back = fleet.join(2)
+    before = len(fleet.records())
+
+    def is_used_again() -> bool:
+        return any(
+            d.device == 2 and d.status == "ok"
+            for record in fleet.records()[before:]
+            for d in record.devices
+        )
+
+    wait_until(is_used_again, 90, "the restarted device takes part")
+    os.killpg(server.pid, signal.SIGINT)
+    assert ends(server, 60) == 130, processes.log("serve")
+    assert "anycostfl serve --resume run" in processes.log("serve")
+    for device in (*devices, back):
+        device.kill()
+        ends(device, 20)
+    wait_until(lambda: not processes.pids(), 20, "every process is gone")
+
+
+@pytest.mark.slow
+def test_a_killed_server_app_goes_on_and_nothing_is_lost(processes: Loopback) -> None:
+    fleet = Fleet(processes, "run.rounds=6")
+    server = fleet.serve()
+    for i in range(4):
+        fleet.join(i)
+    fleet.wait_for_rounds(2)
+    (app,) = processes.pids("flwr-serverapp")
+    os.kill(app, signal.SIGKILL)
+    assert ends(server, 180) == 0, processes.log("serve")
+    assert "server app restarted" in processes.log("serve")
+    fleet.assert_as_simulated()
+
+
+@pytest.mark.slow
+def test_a_killed_server_is_resumed_and_nothing_is_lost(processes: Loopback) -> None:
+    fleet = Fleet(processes, "run.rounds=6")
+    server = fleet.serve()
+    devices = [fleet.join(i) for i in range(4)]
+    fleet.wait_for_rounds(2)
+    server.kill()
+    wait_until(lambda: len(processes.pids()) == len(devices), 30, "the server's processes follow")
+    again = fleet.serve(resume=True)
+    assert ends(again, 180) == 0, processes.log("serve")
+    fleet.assert_as_simulated()

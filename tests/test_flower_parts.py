@@ -1,0 +1,249 @@
+"""Keys, doors, and what a device accepts."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+import ssl
+import stat
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from flwr.app import RecordDict
+from starlette.types import Receive, Scope, Send
+
+from anycostfl.cli import build_app
+from anycostfl.config import to_toml
+from anycostfl.coupling import tensors_of
+from anycostfl.errors import AnycostError, ConfigError
+from anycostfl.experiment import prepare, settle
+from anycostfl.flower.device import Setup, open_device, read_setup, recall, remember
+from anycostfl.flower.keys import KeyFolder, make_keys, names_of, private_key, public_key
+from anycostfl.flower.messages import (
+    Ask,
+    MessageError,
+    pack_state,
+    pack_weights,
+    read_state,
+    read_task,
+    unpack_weights,
+)
+from anycostfl.flower.superlink import LocalControl, is_allowed
+from small_runs import small_config, small_dataset
+
+# --- keys -----------------------------------------------------------------------------------------
+
+
+def test_a_client_that_trusts_the_authority_reaches_the_server_by_its_names(tmp_path: Path) -> None:
+    make_keys(tmp_path, ["board.lan", "10.0.0.7"], [])
+    keys = KeyFolder(tmp_path)
+    assert names_of(keys.certificate) == ["board.lan", "10.0.0.7", "localhost", "127.0.0.1", "::1"]
+    server = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    server.load_cert_chain(keys.certificate, keys.certificate_key)
+    client = ssl.create_default_context(cafile=keys.authority)
+    client.verify_flags |= ssl.VERIFY_X509_STRICT
+    for name in ("board.lan", "10.0.0.7", "127.0.0.1"):
+        assert _handshake(server, client, name) == "TLSv1.3"
+    with pytest.raises(ssl.SSLCertVerificationError):
+        _handshake(server, client, "elsewhere.lan")
+    make_keys(tmp_path / "other", [], [])
+    stranger = ssl.create_default_context(cafile=tmp_path / "other/ca.crt")
+    with pytest.raises(ssl.SSLCertVerificationError):
+        _handshake(server, stranger, "board.lan")
+
+
+def _handshake(server: ssl.SSLContext, client: ssl.SSLContext, name: str) -> str | None:
+    """Both ends in memory, a step each in turn."""
+    up, down = ssl.MemoryBIO(), ssl.MemoryBIO()
+    a = client.wrap_bio(down, up, server_hostname=name)
+    b = server.wrap_bio(up, down, server_side=True)
+    for _ in range(6):
+        for end in (a, b):
+            try:
+                end.do_handshake()
+            except ssl.SSLWantReadError:
+                continue
+    return a.version()
+
+
+def test_keys_that_exist_are_kept_and_private_ones_are_private(tmp_path: Path) -> None:
+    make_keys(tmp_path, ["10.0.0.7"], ["pi"])
+    keys = KeyFolder(tmp_path)
+    before = {p: p.read_bytes() for p in tmp_path.rglob("*") if p.is_file()}
+    assert make_keys(tmp_path, ["10.0.0.7"], ["pi"]) == []
+    made = make_keys(tmp_path, ["10.0.0.7"], ["pi", "nano"])
+    assert made == [keys.device("nano"), keys.device("nano.pub")]
+    assert {p: p.read_bytes() for p in before} == before
+    for path in (keys.authority_key, keys.certificate_key, keys.device("pi")):
+        assert stat.S_IMODE(path.stat().st_mode) == 0o600
+    renewed = make_keys(tmp_path, ["10.0.0.8"], [])
+    assert renewed == [keys.certificate, keys.certificate_key]
+    assert keys.authority.read_bytes() == before[keys.authority]
+    assert list(keys.registered()) == ["nano", "pi"]
+
+
+def test_public_and_private_keys_belong_together(tmp_path: Path) -> None:
+    from flwr.supercore.primitives.asymmetric import public_key_to_bytes
+
+    make_keys(tmp_path, [], ["pi"])
+    keys = KeyFolder(tmp_path)
+    mine = private_key(keys.device("pi")).public_key()
+    assert public_key(keys.registered()["pi"]) == public_key_to_bytes(mine)
+    for wrong in (lambda: make_keys(tmp_path, [], ["../pi"]), lambda: private_key(keys.authority)):
+        with pytest.raises(ConfigError):
+            wrong()
+
+
+# --- doors ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("path", "caller", "allowed"),
+    [
+        ("/v1/fleet/pull-messages", "192.168.1.9", True),
+        ("/health", "192.168.1.9", True),
+        ("/v1/control/start-run", "192.168.1.9", False),
+        ("/v1/control/register-node", "fe80::1", False),
+        ("/v1/runtime/acquire-task", "10.0.0.1", False),
+        ("/docs", "10.0.0.1", False),
+        ("/v1/fleet/../control/start-run", "127.0.0.1", True),
+        ("/v1/control/start-run", "127.0.0.1", True),
+        ("/v1/control/start-run", "::1", True),
+        ("/v1/control/start-run", "::ffff:127.0.0.1", True),
+        ("/v1/control/start-run", "::ffff:10.0.0.1", False),
+        ("/v1/control/start-run", "not an address", False),
+    ],
+)
+def test_control_is_for_this_machine_only(path: str, caller: str, *, allowed: bool) -> None:
+    scope: dict[str, Any] = {"type": "http", "path": path, "client": (caller, 1234)}
+    assert is_allowed(scope) is allowed
+    reached: list[str] = []
+    answers: list[Any] = []
+
+    async def behind(scope: Scope, _receive: Receive, _send: Send) -> None:
+        reached.append(scope["path"])
+
+    async def send(message: Any) -> None:
+        answers.append(message)
+
+    async def receive() -> Any:
+        raise AssertionError("nothing to read")
+
+    asyncio.run(LocalControl(behind)({**scope, "method": "POST"}, receive, send))
+    assert reached == ([path] if allowed else [])
+    assert allowed or answers[0]["status"] == 403
+
+
+# --- devices --------------------------------------------------------------------------------------
+
+
+def test_a_setup_survives_flowers_node_configuration() -> None:
+    setup = Setup(
+        device=3, profile="jetson-nano", rate_bps=1e6, latency_s=2.0, energy_j=0.5,
+        data="mine.npz", all_data=True, threads=4, own_files=True,
+    )  # fmt: skip
+    assert read_setup(setup.node_config()) == setup
+    assert read_setup({"partition-id": 7, "num-partitions": 9}) == Setup(device=7)
+    with pytest.raises(ConfigError, match="device=NUMBER"):
+        read_setup({})
+
+
+def test_a_device_offers_what_its_owner_says(tmp_path: Path) -> None:
+    config = settle(small_config(tmp_path))
+    setup = Setup(1, "raspberry-pi-5", 2e6, 0.0, 0.5, data=str(tmp_path / "stripes.npz"))
+    offer = open_device(setup.node_config(), Ask(to_toml(config), 4)).offer()
+    assert (offer.device, offer.round, offer.distance_m) == (1, 4, 0.0)
+    assert offer.means.samples.tolist() == [20]
+    assert offer.means.frequency_max_hz.tolist() == [2.4e9]
+    assert offer.means.rate_bps.tolist() == [2e6]
+    assert offer.means.energy_j.tolist() == [0.5]
+    assert offer.means.latency_s.tolist() == [config.fleet.latency_s]
+    all_of_it = replace(setup, all_data=True, latency_s=3.0)
+    offer = open_device(all_of_it.node_config(), Ask(to_toml(config), 4)).offer()
+    assert offer.means.samples.tolist() == [240]
+    assert offer.means.latency_s.tolist() == [3.0]
+
+
+def test_a_device_reads_no_file_that_the_server_names(tmp_path: Path) -> None:
+    ask = Ask(to_toml(settle(small_config(tmp_path))), 0)
+    with pytest.raises(ConfigError, match="--data"):
+        open_device(Setup(0).node_config(), ask)
+    own = Setup(0, data=str(small_dataset(tmp_path))).node_config()
+    assert open_device(own, ask).offer().device == 0
+    with pytest.raises(ConfigError, match="allowed 0 … 11"):
+        open_device(replace(Setup(12), data=str(small_dataset(tmp_path))).node_config(), ask)
+
+
+def test_a_device_remembers_the_last_round_and_the_one_before() -> None:
+    state = RecordDict()
+
+    def at(number: int, text: str = "a") -> Ask:
+        return Ask(text, number)
+
+    def value(ask: Ask) -> float | None:
+        memory = recall(state, ask)
+        return None if memory is None else float(memory["w"])
+
+    assert value(at(0)) is None
+    remember(state, at(0), {"w": torch.tensor(1.0)})
+    remember(state, at(3), {"w": torch.tensor(2.0)})
+    assert (value(at(4)), value(at(3)), value(at(2))) == (2.0, 1.0, None)
+    remember(state, at(3), {"w": torch.tensor(2.5)})  # the round is played again
+    assert (value(at(4)), value(at(3))) == (2.5, 1.0)
+    assert value(at(4, "another experiment")) is None
+
+
+def test_weights_of_another_size_are_not_taken(tmp_path: Path) -> None:
+    net = prepare(settle(small_config(tmp_path))).net
+    state = tensors_of(net.module)
+    plan, wider = net.plan(0.3), net.plan(0.6)
+    packed = pack_weights(net, state, plan)
+    unpacked = unpack_weights(net, state, plan, packed)
+    for name, part in net.take(state, plan).items():
+        assert torch.equal(unpacked[name], part)
+    with pytest.raises(MessageError, match="the same version"):
+        unpack_weights(net, state, wider, packed)
+
+
+def test_tensors_of_every_kind_survive_and_others_do_not() -> None:
+    state = {
+        "a": torch.randn(3, 2),
+        "b": torch.arange(5),
+        "c": torch.randn(4).to(torch.bfloat16),
+        "d": torch.tensor(1.5),
+        "e": torch.zeros(0, 3),
+    }
+    records = RecordDict({"s": pack_state(state)})
+    back = read_state(records, "s")
+    for name, tensor in state.items():
+        assert torch.equal(back[name], tensor)
+        assert back[name].dtype == tensor.dtype
+    records.array_records["s"]["a"].shape = (3, 3)
+    with pytest.raises(MessageError, match="bytes"):
+        read_state(records, "s")
+    with pytest.raises(MessageError, match="without task"):
+        read_task(RecordDict())
+
+
+# --- mistakes -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["serve"], "Make it with `anycostfl keys"),
+        (["serve", "--resume", "nowhere", "--insecure"], "holds no run"),
+        (["join", "localhost:1", "--device", "0"], "--key: needed"),
+        (["join", "localhost:1", "--device", "0", "--insecure", "--profile", "pi"], "no device"),
+        (["run", "--engine", "spark"], "allowed own, flower"),
+    ],
+)
+def test_mistakes_say_what_to_do(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, arguments: list[str], message: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(AnycostError, match=re.escape(message)):
+        build_app()(arguments, standalone_mode=False)

@@ -1,0 +1,420 @@
+"""Profiles: what the kernel says is read rightly, what was measured is what is written."""
+
+from __future__ import annotations
+
+import json
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from anycostfl import cli, config, cost, fleet, profile
+from anycostfl.errors import ConfigError
+from anycostfl.profile import Measurement, machine, meters, network
+from anycostfl.profile.pace import Pace, Speed, elastic_model, fit_speed
+from anycostfl.simulate import run
+from small_runs import small_config
+
+TREES = Path(__file__).with_name("data") / "sysfs"
+PROGRAM = str(Path(sys.executable).with_name("anycostfl"))
+
+
+def grow(name: str, root: Path) -> Path:
+    """Lay out a recorded tree: a line is `path = content`."""
+    for line in (TREES / f"{name}.txt").read_text().splitlines():
+        if not line.startswith("#"):
+            path, _, content = line.partition(" = ")
+            file = root / path
+            file.parent.mkdir(parents=True, exist_ok=True)
+            file.write_text(content.replace("\\n", "\n").replace("\\0", "\0") + "\n")
+    return root
+
+
+def found_meter(root: Path) -> meters.Meter:
+    meter, _ = meters.find_meter(root)
+    assert meter is not None
+    return meter
+
+
+# --- clock and name -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("tree", "name", "clock"),
+    [
+        ("intel-laptop", "i7-8650U", (4e8, 3.6e9, 3.412345e9, "cpufreq")),
+        ("jetson-orin-nano", "Orin Nano", (1.152e8, 1.5104e9, 1.4976e9, "cpufreq")),
+        ("big-little", "", (6.912e8, 2.4e9, 2.0544e9, "cpufreq")),
+        ("laptop-battery", "5700U", (4.188377e9, 4.188377e9, 4.188377e9, "/proc/cpuinfo")),
+    ],
+)
+def test_clock_and_name(
+    tree: str, name: str, clock: tuple[float, float, float, str], tmp_path: Path
+) -> None:
+    root = grow(tree, tmp_path)
+    assert name in machine.device_name(root)
+    found = machine.read_clock(root)
+    assert (found.min_hz, found.max_hz, found.now_hz, found.source) == pytest.approx(clock)
+
+
+def test_a_clock_nobody_tells_is_counted(tmp_path: Path) -> None:
+    clock = machine.read_clock(grow("bare", tmp_path))
+    assert clock.source.startswith("counted")
+    assert 2e8 < clock.min_hz == clock.max_hz == clock.now_hz < 8e9
+
+
+def test_a_gpus_clock(tmp_path: Path) -> None:
+    clock = machine.read_gpu_clock(grow("jetson-orin-nano", tmp_path))
+    assert clock == machine.Clock(3.06e8, 6.2475e8, 6.12e8, "devfreq 17000000.gpu")
+    assert machine.read_gpu_clock(tmp_path / "nowhere") is None
+
+
+# --- meters ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("tree", "name", "watts"),
+    [
+        ("jetson-orin-nano", "INA3221 VDD_IN", 5.064),
+        ("jetson-agx-orin", "INA3221 VDDQ_VDD2_1V8AO + VDD_CPU_CV + VDD_GPU_SOC", 6.65),
+        ("jetson-nano", "INA3221 POM_5V_IN", 2.19),
+        ("laptop-battery", "battery BAT1", 10.0),
+    ],
+)
+def test_gauges_show_watts(tree: str, name: str, watts: float, tmp_path: Path) -> None:
+    meter = found_meter(grow(tree, tmp_path))
+    assert meter.name == name
+    power = meters.measure_power(meter, lambda: time.sleep(0.05))
+    assert power.watts == pytest.approx(watts, rel=0.05)
+
+
+def test_a_gauge_follows_what_it_shows(tmp_path: Path) -> None:
+    meter = found_meter(grow("jetson-nano", tmp_path))
+    rail = next(tmp_path.glob("sys/bus/i2c/drivers/ina3221x/*/*/in_power0_input"))
+
+    def work() -> None:
+        time.sleep(0.3)
+        rail.write_text("4190\n")
+        time.sleep(0.3)
+
+    power = meters.measure_power(meter, work, windows=1)
+    assert power.watts == pytest.approx(3.19, rel=0.2)
+
+
+def test_rapl_adds_packages_and_survives_the_wrap(tmp_path: Path) -> None:
+    root = grow("intel-laptop", tmp_path)
+    meter = found_meter(root)
+    assert meter.name == "RAPL package-0, package-1"  # before the battery; no cores, no platform
+    since, start = meter.begin(), time.perf_counter()
+    zones = root / "sys/class/powercap"
+    (zones / "intel-rapl:0/energy_uj").write_text("1671150\n")  # it was 328850 below its range
+    (zones / "intel-rapl:1/energy_uj").write_text("8000000\n")
+    time.sleep(0.1)
+    watts, seconds = since(), time.perf_counter() - start
+    assert watts * seconds == pytest.approx(2.0 + 3.0, rel=0.05)
+
+
+@given(st.integers(0, 10**9), st.integers(0, 10**9 - 1))
+def test_a_counter_that_wraps_once_loses_nothing(start: int, spent: int) -> None:
+    full = 10**9 + 1  # the counter starts over at its range
+    after = (start + spent) % full
+    assert meters.joules_between([start], [after], [full]) == pytest.approx(spent * 1e-6)
+
+
+def test_no_meter_says_why(tmp_path: Path) -> None:
+    assert meters.find_meter(grow("bare", tmp_path / "bare")) == (
+        None,
+        ("no energy meter (RAPL, INA3221 or a battery)",),
+    )
+    _, (charging,) = meters.find_meter(grow("big-little", tmp_path / "phone"))
+    assert "battery is charging; unplug it" in charging
+    root = grow("intel-laptop", tmp_path / "laptop")
+    (root / "sys/class/powercap/intel-rapl:0/energy_uj").unlink()  # as unreadable as to a user
+    meter, (locked,) = meters.find_meter(root)
+    assert "run as root" in locked
+    assert meter is not None
+    assert meter.name == "battery BAT0"
+
+
+def test_estimates_are_stated_with_their_uncertainty(tmp_path: Path) -> None:
+    settings = config.load_preset("demo")
+    found = meters.find_meter(grow("bare", tmp_path))
+    energy = profile.measure_energy(settings, elastic_model(settings), 4, found)
+    assert energy.meter == ""
+    assert "no energy meter" in energy.source
+    assert "within a factor of 2.5" in energy.source
+    assert meters.estimate_power("aarch64", 4).watts == 4
+    assert meters.estimate_power("x86_64", 4).watts == 20
+
+
+def test_energy_is_what_training_adds_to_idling(monkeypatch: pytest.MonkeyPatch) -> None:
+    def begin() -> Callable[[], float]:
+        """10 W always, and 20 W more for every processor second that this process takes."""
+        start, used = time.perf_counter(), time.process_time()
+        return lambda: 10 + 20 * (time.process_time() - used) / (time.perf_counter() - start)
+
+    monkeypatch.setattr(profile, "WINDOW_S", 0.3)
+    settings = config.load_preset("demo", ["training.precision=fp32", "training.device=cpu"])
+    found = (meters.Meter("counter", begin), ())
+    measured = profile.measure_energy(settings, elastic_model(settings), 1, found)
+    assert measured.meter == "counter"
+    assert 2 < measured.power.watts < 25  # 20 W for one busy thread, less on a busy machine
+    assert "load minus idle" in measured.source
+
+
+def test_a_meter_that_sees_nothing_is_not_believed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(profile, "WINDOW_S", 0.01)
+    settings = config.load_preset("demo", ["training.precision=fp32", "training.device=cpu"])
+    found = (meters.Meter("stuck", lambda: lambda: 7.0), ())
+    measured = profile.measure_energy(settings, elastic_model(settings), 1, found)
+    assert measured.meter == ""
+    assert "stuck sees no difference" in measured.source
+
+
+# --- one speed for all widths ---------------------------------------------------------------------
+
+paces = st.lists(
+    st.builds(
+        lambda alpha, ratio, slow: Pace(alpha, ratio * alpha, slow * alpha * 1e-3),
+        st.floats(0.05, 1.0),
+        st.floats(0.9, 1.1),
+        st.floats(0.5, 2.0),
+    ),
+    min_size=1,
+    max_size=6,
+)
+
+
+@given(paces, st.floats(0.9, 1.1))
+def test_no_other_speed_has_a_smaller_worst_error(found: list[Pace], other: float) -> None:
+    def worst(speed: float) -> float:
+        ratios = [
+            1e6 * share / speed / pace.seconds_per_sample
+            for pace in found
+            for share in (pace.alpha, pace.flops_ratio)
+        ]
+        return max(abs(ratio - 1) for ratio in ratios)
+
+    speed = fit_speed(1e6, found)
+    assert worst(speed.flops_per_second) == pytest.approx(speed.worst_error, abs=1e-9)
+    assert worst(speed.flops_per_second * other) >= speed.worst_error - 1e-9
+
+
+def test_speed_by_hand() -> None:
+    speed = fit_speed(1e6, [Pace(1.0, 1.0, 1e-3), Pace(0.25, 0.25, 4e-4)])
+    assert speed.flops_per_second == pytest.approx((1e9 + 6.25e8) / 2)
+    assert speed.worst_error == pytest.approx(3 / 13)
+
+
+# --- the profile ----------------------------------------------------------------------------------
+
+
+def example(rate: network.Rate | None = None) -> Measurement:
+    settings = config.load_preset("fmnist-iid", ["training.precision=fp32"])
+    return Measurement(
+        name='Board "X"',
+        config=settings,
+        threads=2,
+        clock=machine.Clock(1e9, 2e9, 1.5e9, "cpufreq"),
+        paces=(Pace(1.0, 1.0, 2e-3), Pace(0.5, 0.468, 1e-3)),
+        speed=Speed(3e10, 0.1),
+        energy=profile.Energy(meters.Power(6.75, 0.2), "RAPL package-0", ()),
+        size_bits=53_227_840,
+        rate=rate,
+    )
+
+
+def test_profile_by_hand_and_back_from_its_file(tmp_path: Path) -> None:
+    measured = example(network.Rate(12.5e6, 0.02))
+    found = profile.as_profile(measured)
+    assert found.flops_per_cycle == 20.0
+    assert found.energy_coefficient == pytest.approx(2e-27)  # 6.75 W / (1.5 GHz)³
+    assert measured.cycles_per_sample == 72384512 / 20
+    assert found.guess == ("power_w",)
+    path = tmp_path / "board.toml"
+    path.write_text(profile.to_toml(found, measured))
+    assert config.load_profile(str(path)) == found
+    assert found.rate_bps == 12.5e6
+    unmeasured = replace(measured.energy, meter="", remarks=("no meter",))
+    assert "energy_coefficient" in profile.as_profile(replace(measured, energy=unmeasured)).guess
+
+
+def test_a_measured_rate_replaces_the_channel() -> None:
+    spec = config.load_preset("fmnist-iid").fleet
+    fast = profile.as_profile(example(network.Rate(12.5e6, 0.02)))
+    plain = replace(fast, rate_bps=None)
+    place = {"distance_m": 300.0, "latency_s": 5.0, "energy_j": 3.0}
+    assert fleet.place_device(fast, spec, **place).rate_bps[0] == 12.5e6
+    channel = fleet.channel_rate_bps(spec, 300.0, 0.1, sharers=15)
+    assert fleet.place_device(plain, spec, **place).rate_bps[0] == pytest.approx(float(channel))
+    mixed = replace(spec, profiles=("fast", "plain"), cohort=60)
+    profiles = {"fast": fast, "plain": plain}
+    cohort = fleet.draw_cohort(mixed, seed=0, round_index=0, profiles=profiles)
+    drawn = fleet.draw_cohort(replace(spec, cohort=60), seed=0, round_index=0)
+    assert np.all(cohort.devices.rate_bps[::2] == 12.5e6)
+    assert np.array_equal(cohort.devices.rate_bps[1::2], drawn.devices.rate_bps[1::2])
+
+
+def test_planner_and_simulator_predict_what_the_profile_says(tmp_path: Path) -> None:
+    path = tmp_path / "board.toml"
+    measured = example()
+    path.write_text(profile.to_toml(profile.as_profile(measured), measured))
+    settings = small_config(
+        tmp_path, f'fleet.profiles=["{path}"]', "fleet.latency_s=5", "fleet.energy_max_j=9",
+        "run.rounds=1", "training.precision=fp32",
+    )  # fmt: skip
+    (record,) = run(settings)
+    for device in record.devices:
+        full = device.samples * 72384512 / 3e10 * 1.5e9 / device.frequency_hz
+        assert device.compute_s == pytest.approx(full * device.flops_ratio)
+    devices = fleet.place_device(
+        config.load_profile(str(path)), settings.fleet, distance_m=1.0, latency_s=5.0, energy_j=9.0
+    )
+    cycles = cost.compute_cycles(devices, settings.workload)
+    half = cost.compute_time_s(cycles, np.array([0.5]), np.array([1.5e9]))
+    assert half[0] == pytest.approx(0.5 * 20 * 72384512 / 3e10)
+
+
+# --- the network ----------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def sink() -> Iterator[int]:
+    """The port of a real sink in a process of its own."""
+    process = subprocess.Popen(
+        [PROGRAM, "profile", "--listen", "0"], stdout=subprocess.PIPE, text=True
+    )
+    try:
+        assert process.stdout is not None
+        yield int(process.stdout.readline().split()[3].rstrip(";"))
+    finally:
+        process.terminate()
+        process.wait(10)
+        process.stdout.close()  # type: ignore[union-attr]
+
+
+def test_rate_to_a_real_sink_which_bears_strange_guests(sink: int) -> None:
+    for strange in (b"", b"GET / HTTP/1.1\r\n\r\n", b"\xff" * 8, (100).to_bytes(8, "big") + b"few"):
+        with socket.create_connection(("127.0.0.1", sink), timeout=10) as guest:
+            guest.sendall(strange)
+    rate = network.measure_rate("127.0.0.1", sink, least_s=0.05)
+    assert rate.rate_bps > 1e6
+    assert 0 < rate.round_trip_s < 5
+
+
+def test_the_rate_is_that_of_the_bottleneck() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+
+        def swallow_slowly() -> None:
+            peer, _ = server.accept()
+            with peer:
+                while head := network._receive(peer, network.HEAD):
+                    left = int.from_bytes(head, "big")
+                    while left:
+                        left -= len(peer.recv(min(left, 1 << 14)))
+                        time.sleep(0.002)  # at most 16 kB in 2 ms
+                    peer.sendall(head)
+
+        thread = threading.Thread(target=swallow_slowly)
+        thread.start()
+        rate = network.measure_rate("127.0.0.1", server.getsockname()[1], least_s=0.3)
+        thread.join(10)
+    assert 1e6 < rate.rate_bps <= 8 * (1 << 14) / 0.002
+
+
+def test_servers_that_cannot_be_measured() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as closed:
+        port = closed.getsockname()[1]
+    with pytest.raises(network.NetworkError, match=f"profile --listen {port}"):
+        network.measure_rate("127.0.0.1", port)
+    with socket.create_server(("127.0.0.1", 0)) as web:
+
+        def answer() -> None:
+            peer, _ = web.accept()
+            with peer:
+                peer.recv(100)
+                peer.sendall(b"HTTP/1.1 400 Bad Request\r\n\r\n")
+
+        thread = threading.Thread(target=answer)
+        thread.start()
+        with pytest.raises(network.NetworkError, match="not as a sink does"):
+            network.measure_rate("127.0.0.1", web.getsockname()[1])
+        thread.join(10)
+        with pytest.raises(network.NetworkError, match="cannot listen"):
+            network.listen(web.getsockname()[1], host="127.0.0.1", ready=print, served=print)
+
+
+@pytest.mark.parametrize("text", ["host", "host:", ":80", "host:http", "host:0", "host:70000"])
+def test_addresses_that_make_no_sense(text: str) -> None:
+    with pytest.raises(ConfigError, match="allowed HOST:PORT"):
+        network.parse_address(text)
+
+
+def test_addresses() -> None:
+    assert network.parse_address("10.0.0.1:9000") == ("10.0.0.1", 9000)
+    assert network.parse_address("[::1]:9000") == ("::1", 9000)
+
+
+# --- the command ----------------------------------------------------------------------------------
+
+
+def command(monkeypatch: pytest.MonkeyPatch, *words: str) -> int:
+    monkeypatch.setattr(sys, "argv", ["anycostfl", "profile", *words])
+    with pytest.raises(SystemExit) as ended:
+        cli.main()
+    return int(ended.value.code or 0)
+
+
+def test_this_machine_is_measured_for_real(
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path,
+    sink: int,
+) -> None:
+    monkeypatch.setattr("anycostfl.profile.pace.REPETITION_S", 0.02)
+    path = tmp_path / "me.toml"
+    words = ["--out", str(path), "--server", f"127.0.0.1:{sink}", "--threads", "1", "--json"]
+    sets = ["--set", "training.precision=fp32", "--set", "training.device=cpu"]
+    threads = torch.get_num_threads()
+    assert command(monkeypatch, "demo", *words, *sets, "--repeats", "1", "--name", "me") == 0
+    document = json.loads(capsys.readouterr().out)
+    found = config.load_profile(str(path))
+    assert found.name == document["profile"]["name"] == "me"
+    assert found.rate_bps == document["profile"]["rate_bps"]
+    assert [w["alpha"] for w in document["measured"]["widths"]] == [1.0, 0.75, 0.5, 0.25]
+    speed = document["measured"]["flops_per_second"]
+    assert found.flops_per_cycle * document["measured"]["clock"]["now_hz"] == pytest.approx(
+        speed, rel=1e-4
+    )
+    assert 1e8 < speed < 1e13
+    assert torch.get_num_threads() == threads
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--repeats", "0"], "--repeats: given 0, allowed at least 1"),
+        (["--threads", "-1"], "--threads: given -1"),
+        (["--out", "me.json"], "allowed a file that ends in .toml"),
+        (["--server", "nowhere"], "allowed HOST:PORT"),
+        (["no-such-preset"], "no preset 'no-such-preset'"),
+    ],
+)
+def test_bad_input(
+    words: list[str],
+    message: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert command(monkeypatch, *words) == 2
+    assert message in " ".join(capsys.readouterr().err.split())
