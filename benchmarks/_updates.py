@@ -79,12 +79,12 @@ def local_epoch(data: Data) -> LocalEpoch:
 
 
 def epoch_timer(data: Data) -> Callable[[], float]:
-    """A function that trains one epoch over 1000 samples and returns its seconds."""
+    """A function that trains one epoch over 1000 samples and returns its processor seconds."""
     net = models.load("cnn").build()
 
     def epoch() -> float:
-        started = time.perf_counter()
+        started = time.process_time()
         train(net, data, torch.split(torch.arange(1000), 32), LR)
-        return time.perf_counter() - started
+        return time.process_time() - started
 
     return epoch

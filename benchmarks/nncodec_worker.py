@@ -1,6 +1,8 @@
 """Run nncodec in its own environment (numpy < 2) on an update, for benchmarks/codec.py.
 
-python nncodec_worker.py UPDATE.safetensors QP [QP …]   →   one JSON line per QP
+python nncodec_worker.py UPDATE.safetensors BYTES QP [QP …]   →   one JSON line per QP
+
+The first one that takes more than so many bytes is the last.
 """
 
 from __future__ import annotations
@@ -49,7 +51,8 @@ def main() -> None:
         from nncodec import nnc  # noqa: PLC0415
     update = load_file(sys.argv[1])
     energy = sum(float(np.square(v, dtype=np.float64).sum()) for v in update.values())
-    for qp in map(int, sys.argv[2:]):
+    most = int(sys.argv[2])
+    for qp in map(int, sys.argv[3:]):
         with contextlib.redirect_stdout(io.StringIO()):
             started = time.process_time()
             stream = nnc.compress(dict(update), qp=qp, return_bitstream=True, verbose=False)
@@ -73,6 +76,8 @@ def main() -> None:
             ),
             flush=True,
         )
+        if len(stream) > most:
+            break
 
 
 if __name__ == "__main__":

@@ -180,23 +180,39 @@ def _level(activity: Whole) -> Whole:
 
 
 @inlined
-def _code_magnitude(  # noqa: PLR0917 - a compiled loop takes arrays, not objects
-    state: State, data: Bytes, contexts: Likelihoods, level: Whole, magnitude: Whole, writing: bool
-) -> tuple[Whole, State]:
+def _code_number(  # noqa: PLR0917 - a compiled loop takes arrays, not objects
+    state: State,
+    data: Bytes,
+    contexts: Likelihoods,
+    level: Whole,
+    magnitude: Whole,
+    negative: Whole,
+    signed: Whole,
+    writing: bool,
+) -> tuple[Whole, Whole, State]:
     length = 0
     if writing:
         while magnitude >> length:
             length += 1
     first = level * (MAX_BITS + 1)
-    bits: Whole = 0
-    more: Whole = 1
-    while bits < MAX_BITS and more:
-        wanted: Whole = 1 if length > bits else 0
-        more, state = _code_bit(state, data, contexts, first + bits, wanted, writing)
-        bits += more
+    # The length is asked for from the likeliest one on, upwards or downwards.
+    bits: Whole = max((level >> 1) - 2, 0)
+    wanted: Whole = 1 if length > bits else 0
+    more, state = _code_bit(state, data, contexts, first + bits, wanted, writing)
+    if more:
+        bits += 1
+        while bits < MAX_BITS and more:
+            wanted = 1 if length > bits else 0
+            more, state = _code_bit(state, data, contexts, first + bits, wanted, writing)
+            bits += more
+    else:
+        while bits > 0 and not more:
+            wanted = 1 if length >= bits else 0
+            more, state = _code_bit(state, data, contexts, first + bits - 1, wanted, writing)
+            bits -= 1 - more
     value: Whole = min(bits, 1)
     left = bits - 1
-    # Below the leading one: two bits in context of the length, the others plain.
+    # Below the leading one: two bits in context of the length, the others plain, then the sign.
     place = LEVELS * (MAX_BITS + 1) + 3 * (first + bits)
     for _ in range(min(left, 2)):
         left -= 1
@@ -204,10 +220,14 @@ def _code_magnitude(  # noqa: PLR0917 - a compiled loop takes arrays, not object
         bit, state = _code_bit(state, data, contexts, place, wanted, writing)
         value = 2 * value + bit
         place += 1 + bit
-    if left > 0:
-        rest, state = _code_plain(state, data, left, magnitude & ((1 << left) - 1), writing)
-        value = (value << left) | rest
-    return value, state
+    left = max(left, 0)
+    plain = left + signed if bits else 0
+    if plain:
+        wanted = ((magnitude & ((1 << left) - 1)) << signed) | negative
+        rest, state = _code_plain(state, data, plain, wanted, writing)
+        negative = rest & signed
+        value = (value << left) | (rest >> signed)
+    return value, negative, state
 
 
 @compiled
@@ -223,6 +243,7 @@ def _code_integers(  # noqa: PLR0917 - a compiled loop takes arrays, not objects
     rows, columns = matrix.shape
     down = np.zeros(columns, np.int64)
     along: Whole = 0
+    sign_bits: Whole = 1 if signed else 0
     state = (held[0], held[1], held[2], held[3])
     for i in range(rows):
         before: Whole = 0
@@ -230,13 +251,16 @@ def _code_integers(  # noqa: PLR0917 - a compiled loop takes arrays, not objects
         for j in range(columns):
             activity = (32 * before + 16 * earlier + 2 * along + 4 * down[j]) >> 4
             number = np.int64(matrix[i, j])
-            magnitude, state = _code_magnitude(
-                state, data, contexts, _level(activity), abs(number), writing
+            magnitude, negative, state = _code_number(
+                state,
+                data,
+                contexts,
+                _level(activity),
+                abs(number),
+                1 if number < 0 else 0,
+                sign_bits,
+                writing,
             )
-            negative: Whole = 0
-            if magnitude and signed:
-                wanted = 1 if number < 0 else 0
-                negative, state = _code_plain(state, data, 1, wanted, writing)
             if not writing:
                 matrix[i, j] = -magnitude if negative else magnitude
             earlier, before = before, magnitude

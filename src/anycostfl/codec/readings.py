@@ -26,6 +26,7 @@ from anycostfl.codec.factor import (
     ways_of,
 )
 from anycostfl.codec.kernels import Doubles, Floats
+from anycostfl.codec.spectrum import lay_out
 
 MAX_STRENGTH = 80  # in half octaves above Δ
 COLUMN_BITS, TENSOR_BITS = 4.0, 12.0  # what is said about a column, about a tensor
@@ -98,7 +99,7 @@ class Direct:
     @classmethod
     def of(cls, values: Floats) -> Direct:
         """Row by row."""
-        matrix = read_as(values, Way.DIRECT)
+        matrix = values.reshape(-1, values.shape[-1])
         return cls(matrix, Numbers.of(matrix))
 
     def weigh(self, step: float) -> Choice:
@@ -180,6 +181,7 @@ def readings_of(values: Floats, budget_bits: int) -> list[Reading]:
     """Every way in which a tensor can be sent; none if it is zero."""
     if not values.any():
         return []
+    values = lay_out(values)
     readings: list[Reading] = [Direct.of(values)]
     for way in ways_of(values.shape):
         both = sides(values.shape, way)
