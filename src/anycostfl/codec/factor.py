@@ -21,7 +21,7 @@ from anycostfl.codec.kernels import Doubles, Floats
 
 OVERSAMPLED, ITERATIONS = 8, 2
 WEAKEST_BITS = 0.6
-ROUNDING = 1e-7  # of the largest energy: below it single precision cannot tell directions
+ROUNDING = 1e-8  # of the largest energy: below it single precision cannot tell directions
 
 
 class Way(IntEnum):
