@@ -126,7 +126,7 @@ def test_kernels_go_back_in_a_fixed_order_of_sums() -> None:
 
 
 def test_weak_directions_beyond_single_precision_are_found() -> None:
-    decay = torch.logspace(0, -5, 60)  # energies down to 1e-10 of the largest
+    decay = torch.logspace(0, -6, 60)  # energies down to 1e-12 of the largest
     left, right = (torch.linalg.qr(low_rank(n, 60, 60, n)).Q for n in (60, 400))
     matrix = left * decay @ right.T
     found = factorise(matrix, 50)
