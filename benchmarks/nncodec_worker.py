@@ -1,6 +1,8 @@
 """Run nncodec in its own environment (numpy < 2) on an update, for benchmarks/codec.py.
 
-python nncodec_worker.py UPDATE.safetensors QP [QP …]   →   one JSON line per QP
+python nncodec_worker.py UPDATE.safetensors BYTES QP [QP …]   →   one JSON line per QP
+
+The first one that takes more than so many bytes is the last.
 """
 
 from __future__ import annotations
@@ -49,29 +51,33 @@ def main() -> None:
         from nncodec import nnc  # noqa: PLC0415
     update = load_file(sys.argv[1])
     energy = sum(float(np.square(v, dtype=np.float64).sum()) for v in update.values())
-    for qp in map(int, sys.argv[2:]):
+    most = int(sys.argv[2])
+    for qp in map(int, sys.argv[3:]):
         with contextlib.redirect_stdout(io.StringIO()):
             started = time.process_time()
             stream = nnc.compress(dict(update), qp=qp, return_bitstream=True, verbose=False)
             encoded = time.process_time()
             decoded = nnc.decompress(stream, verbose=False)
             done = time.process_time()
-        lost = sum(
-            float(np.square(v - np.asarray(decoded[n]), dtype=np.float64).sum())
-            for n, v in update.items()
-        )
+        pairs = [(v.astype(np.float64), np.asarray(decoded[n])) for n, v in update.items()]
+        lost = sum(float(np.square(v - d).sum()) for v, d in pairs)
+        other = sum(float(np.square(d, dtype=np.float64).sum()) for _, d in pairs)
+        common = sum(float((v * d).sum()) for v, d in pairs)
         print(
             json.dumps(
                 {
                     "qp": qp,
                     "bytes": len(stream),
                     "relative_error": lost / energy,
+                    "cosine": common / (energy * other) ** 0.5 if other else 0.0,
                     "encode_s": encoded - started,
                     "decode_s": done - encoded,
                 }
             ),
             flush=True,
         )
+        if len(stream) > most:
+            break
 
 
 if __name__ == "__main__":

@@ -17,7 +17,16 @@ from pathlib import Path
 
 import atheris
 
-COMPILED = ("compiled", "kernels", "entropy", "refine")  # instrumented loops do not compile
+COMPILED = (
+    "compiled",
+    "kernels",
+    "entropy",
+    "refine",
+    "context",
+    "kernelplus",
+    "laplace",
+    "lowrank",
+)  # instrumented loops do not compile
 HIDDEN = (
     []
     if os.environ.get("NUMBA_DISABLE_JIT") == "1"
@@ -25,6 +34,7 @@ HIDDEN = (
 )
 
 with atheris.instrument_imports(include=["anycostfl.codec"], exclude=HIDDEN):
+    from anycostfl.codec import CODECS
     from mutations import seal, spoil, survives, valid_payloads
 
 
@@ -43,8 +53,9 @@ def mutate(data: bytes, most: int, seed: int) -> bytes:
 def main() -> None:
     """Start from valid payloads, then hand over to the fuzzer."""
     with tempfile.TemporaryDirectory() as folder:
-        for number, payload in enumerate(valid_payloads()):
-            (Path(folder) / f"{number:02}").write_bytes(payload)
+        payloads = [payload for codec in CODECS for payload in valid_payloads(codec)]
+        for number, payload in enumerate(payloads):
+            (Path(folder) / f"{number:03}").write_bytes(payload)
         arguments = [sys.argv[0], "-max_len=2048", "-timeout=5", *sys.argv[1:], folder]
         atheris.Setup(arguments, survives, custom_mutator=mutate)
         atheris.Fuzz()

@@ -7,13 +7,14 @@ length and checksum are made to match, and the damage reaches the code behind th
 from __future__ import annotations
 
 import random
+import struct
 import zlib
 from collections.abc import Callable
 
 import torch
 from torch import Tensor
 
-from anycostfl.codec import compress, decompress, wire
+from anycostfl.codec import compress, decompress, kernelplus, lowrank, wire
 from anycostfl.codec.frame import bond
 from anycostfl.codec.varint import Reader, varint
 from anycostfl.errors import PayloadError
@@ -31,7 +32,7 @@ HEADER, TAIL = 22, 4
 Mutation = Callable[[bytes, random.Random], bytes]
 
 
-def valid_payloads() -> list[bytes]:
+def valid_payloads(codec: str = "kernel") -> list[bytes]:
     """Payloads of every kind the encoder can produce for the plan."""
     draw = torch.Generator().manual_seed(0)
     normal = {n: torch.randn(s, generator=draw) for n, s in PLAN.items()}
@@ -41,13 +42,21 @@ def valid_payloads() -> list[bytes]:
         {n: x.sign() * (1 + x.abs()) * 1e-3 for n, x in normal.items()},  # a gap around zero
         {n: x.pow(7) for n, x in normal.items()},  # heavy tails: spare bits
         {n: torch.zeros_like(x) for n, x in normal.items()},
+        {n: _smooth(x) for n, x in normal.items()},  # low rank
     ]
     blocks = {"fc.weight": 5}
     return [
-        compress(update, beta, seed=seed, blocks=blocks, binding=BINDING)
+        compress(update, beta, seed=seed, codec=codec, blocks=blocks, binding=BINDING)
         for seed, update in enumerate(kinds)
         for beta in (0.1, 0.15, 0.25, 0.4, 1.0)
     ]
+
+
+def _smooth(values: Tensor) -> Tensor:
+    if values.dim() < 2 or not values.numel():
+        return values
+    matrix = values.flatten(1)
+    return (matrix[:, :1] * matrix[:1]).reshape(values.shape)
 
 
 def seal(payload: bytes) -> bytes:
@@ -160,6 +169,17 @@ def spoil(payload: bytes, draw: random.Random) -> tuple[str, bytes]:
     return mutate.__name__ + (" sealed" if sealed else ""), seal(spoilt) if sealed else spoilt
 
 
+def range_of(payload: bytes) -> tuple[float, float]:
+    """What a payload that decodes says about the magnitude of values that are not zero."""
+    if payload.startswith(lowrank.MAGIC):
+        return 0.0, torch.finfo(torch.float32).max
+    if payload.startswith(kernelplus.MAGIC):
+        u_min, u_max = struct.unpack("<ff", payload[HEADER : HEADER + 8].ljust(8, b"\0"))
+        return (u_min, u_max) if len(payload) > HEADER + TAIL else (0.0, 0.0)
+    frame = wire.unpack(payload, bond(BINDING, PLAN), len(PLAN))
+    return (frame.grid.u_min, frame.grid.u_max) if frame else (0.0, 0.0)
+
+
 def survives(payload: bytes) -> bool:
     """Whether it decodes; if so, everything about the result must hold.
 
@@ -170,8 +190,7 @@ def survives(payload: bytes) -> bool:
         update = decompress(payload, PLAN, binding=BINDING)
     except PayloadError:
         return False
-    frame = wire.unpack(payload, bond(BINDING, PLAN), len(PLAN))
-    low, high = (frame.grid.u_min, frame.grid.u_max) if frame else (0.0, 0.0)
+    low, high = range_of(payload)
     for name, shape in PLAN.items():
         value, mask = update.values[name], update.masks[name]
         size = value[value != 0].abs()

@@ -1,6 +1,6 @@
 """Spoil payloads at random, many times, and count what happens.
 
-python fuzz/run.py --cases 1000000 --seed 0
+python fuzz/run.py --cases 1000000 --seed 0 [--codec kernel+]
 NUMBA_DISABLE_JIT=1 python -W ignore fuzz/run.py --cases 50000  # a stray index raises
 """
 
@@ -12,6 +12,7 @@ import resource
 import time
 from collections import Counter
 
+from anycostfl.codec import CODECS
 from mutations import spoil, survives, valid_payloads
 
 
@@ -20,8 +21,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--cases", type=int, default=100_000)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--codec", choices=CODECS, default="kernel")
     args = parser.parse_args()
-    payloads, draw = valid_payloads(), random.Random(args.seed)
+    payloads, draw = valid_payloads(args.codec), random.Random(args.seed)
     if not all(survives(payload) for payload in payloads):
         raise SystemExit("a valid payload was refused")
     memory = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss

@@ -20,8 +20,9 @@ SWEEP = (4, 8, 15, 25, 40, 65, 100, 160, 250, 400, 630, 1000)
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """One update through the codec and back."""
+    """One update through a codec and back."""
 
+    codec: str
     beta: float
     elements: int
     budget_bytes: int
@@ -38,6 +39,7 @@ class Result:
 def codec(
     file: Annotated[Path, typer.Argument(help="An update: tensors by name.", dir_okay=False)],
     beta: Annotated[float, typer.Option(help="Payload bits over 32 bits per element.")] = 0.02,
+    name: Annotated[str, typer.Option("--codec", help="kernel, kernel+ or lowrank.")] = "kernel",
     seed: Annotated[int, typer.Option(help="Seed of the quantizer's draws.")] = 0,
     block: Annotated[
         list[str] | None,
@@ -50,9 +52,9 @@ def codec(
 ) -> None:
     """Compress one update, decode it, and show size, error, time and where the bytes went."""
     update, blocks = _load(file), _blocks(block or [])
-    result = measure(update, beta, seed, blocks)
+    result = measure(update, beta, name, seed, blocks)
     least = 26 / (4 * result.elements)  # below, a rate does not buy an empty payload
-    curve = [measure(update, 1 / n, seed, blocks) for n in SWEEP if sweep and 1 / n > least]
+    curve = [measure(update, 1 / n, name, seed, blocks) for n in SWEEP if sweep and 1 / n > least]
     if sweep:
         _draw(curve, sweep)
     if as_json:
@@ -64,31 +66,36 @@ def codec(
         out.print(table(f"drawn into {sweep}", columns, [_point(result) for result in curve]))
 
 
-def measure(update: dict[str, Tensor], beta: float, seed: int, blocks: dict[str, int]) -> Result:
+def measure(
+    update: dict[str, Tensor], beta: float, codec: str, seed: int, blocks: dict[str, int]
+) -> Result:
     """Encode twice (the first call may compile), decode, compare."""
     from anycostfl.codec import (  # noqa: PLC0415 - keeps numba out of every other command
         byte_budget,
         compress,
         decompress,
     )
-    from anycostfl.codec.wire import bytes_by_section  # noqa: PLC0415
+    from anycostfl.codec.frame import OVERHEAD  # noqa: PLC0415
+    from anycostfl.codec.wire import MAGIC, bytes_by_section  # noqa: PLC0415
 
     started = time.perf_counter()
-    payload = compress(update, beta, seed=seed, blocks=blocks)
+    payload = compress(update, beta, seed=seed, codec=codec, blocks=blocks)
     decompress(payload, update)
     compiled = time.perf_counter()
-    compress(update, beta, seed=seed, blocks=blocks)
+    compress(update, beta, seed=seed, codec=codec, blocks=blocks)
     encoded = time.perf_counter()
     decoded = decompress(payload, update)
     done = time.perf_counter()
     elements = sum(tensor.numel() for tensor in update.values())
     error, cosine = _compare(update, decoded.values)
+    in_context = {"coded in context": len(payload) - OVERHEAD, "header": OVERHEAD}
     return Result(
+        codec=codec,
         beta=beta,
         elements=elements,
         budget_bytes=byte_budget(beta, elements),
         payload_bytes=len(payload),
-        bytes_by_section=bytes_by_section(payload),
+        bytes_by_section=bytes_by_section(payload) if payload.startswith(MAGIC) else in_context,
         kept_share=sum(int(mask.sum()) for mask in decoded.masks.values()) / elements,
         relative_error=error,
         cosine=cosine,
@@ -135,6 +142,7 @@ def _point(result: Result) -> tuple[str, str, str]:
 def _show(file: Path, result: Result) -> None:
     used = result.payload_bytes / result.budget_bytes
     rows = [
+        ("codec", result.codec),
         ("elements", f"{result.elements:,}"),
         ("payload", f"{result.payload_bytes:,} bytes"),
         ("budget", f"{result.budget_bytes:,} bytes, {used:.1%} used"),

@@ -1,27 +1,36 @@
-"""The update codec (Sec. III-C): an update becomes real bytes at any rate β, and comes back.
+"""Update codecs (Sec. III-C): an update becomes real bytes at any rate β, and comes back.
 
-`compress` sparsifies, quantizes and encodes so that the payload has at most β·32·J bits, J being
-the number of elements; `decompress` needs the payload and the shapes the server already knows.
-docs/wire-format.md describes the bytes, docs/decisions/0010 the deviations from the paper.
+`compress` makes a payload of at most β·32·J bits, J being the number of elements; `decompress`
+needs the payload and the shapes the server already knows. Three codecs share that promise:
+
+    kernel    the paper's: kernels of largest norm, drawn levels, one table for all
+    kernel+   the same kernels and levels, coded in context
+    lowrank   not the paper's: quantized factors of every matrix, coded in context
+
+docs/wire-format.md describes the bytes, docs/decisions/0010 the deviations from the paper and 0011
+the low-rank codec.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from anycostfl.codec import entropy, kernels, wire
+from anycostfl.codec import entropy, kernelplus, kernels, lowrank, wire
 from anycostfl.codec.fit import Fit, load_fit
-from anycostfl.codec.frame import OVERHEAD, bond
+from anycostfl.codec.flat import all_of
+from anycostfl.codec.frame import OVERHEAD, Bond, bond
 from anycostfl.codec.refine import Draft, fill
-from anycostfl.errors import BetaError, PayloadError, UpdateError
+from anycostfl.errors import BetaError, PayloadError, UnknownName, UpdateError
 from anycostfl.types import Update
 
-__all__ = ["byte_budget", "compress", "decompress"]
+__all__ = ["CODECS", "byte_budget", "compress", "decompress"]
 
+CODECS = ("kernel", "kernel+", "lowrank")
 DEFAULT_FIT = "fmnist"
 
 
@@ -30,6 +39,7 @@ def compress(
     beta: float,
     *,
     seed: int,
+    codec: str = "kernel",
     blocks: Mapping[str, int] | None = None,
     binding: bytes = b"",
     fit: Fit | None = None,
@@ -39,7 +49,9 @@ def compress(
     Args:
         update: Floating-point tensors by parameter name.
         beta: Payload bits over 32 bits per element, in (0, 1].
-        seed: Chooses the quantizer's draws; the same seed gives the same bytes.
+        seed: Chooses the quantizer's draws; the same seed gives the same bytes. Low rank draws
+            nothing.
+        codec: One of `CODECS`.
         blocks: How many consecutive inputs one channel owns, per weight where it is known.
         binding: What the payload belongs to (run, round, device, plan); the decoder checks it.
         fit: First guess of (ρ, L) for a β; a shipped one if not given.
@@ -52,11 +64,17 @@ def compress(
     parts = kernels.lay_out(shapes, blocks or {})
     flat = kernels.flatten(update, parts)
     budget = byte_budget(beta, flat.size)
+    if codec not in CODECS:
+        raise UnknownName(f"no codec {codec!r}; there are {', '.join(CODECS)}")
     draft = Draft.of(flat, parts, seed, bond(binding, shapes))
     if not kernels.finite(draft.norms):
         raise UpdateError(
             f"{_not_finite(flat, parts)} has an element that is not finite in float32"
         )
+    if codec == "lowrank":
+        tensors = [flat[p.offset : p.offset + p.size].reshape(p.shape) for p in parts]
+        return lowrank.compress_lowrank(tensors, budget, draft.tie)
+    draft = replace(draft, in_context=codec == "kernel+")
     return fill(draft, budget, (fit or load_fit(DEFAULT_FIT)).predict(beta))
 
 
@@ -69,9 +87,20 @@ def decompress(
         PayloadError: If the payload is malformed, damaged, or not for these shapes and binding.
     """
     shapes = {n: tuple(x.shape if isinstance(x, Tensor) else x) for n, x in like.items()}
+    payload, tie = bytes(payload), bond(binding, shapes)
+    if payload.startswith(lowrank.MAGIC):
+        return all_of(lowrank.decompress_lowrank(payload, shapes, tie), shapes)
     parts = kernels.lay_out(shapes, {})
+    if payload.startswith(kernelplus.MAGIC):
+        return _shape(*kernelplus.unpack(payload, parts, tie), parts, shapes)
+    return _decompress_kernels(payload, parts, shapes, tie)
+
+
+def _decompress_kernels(
+    payload: bytes, parts: Sequence[kernels.Part], shapes: Mapping[str, Sequence[int]], tie: Bond
+) -> Update:
     size = sum(part.size for part in parts)
-    frame = wire.unpack(bytes(payload), bond(binding, shapes), len(parts))
+    frame = wire.unpack(payload, tie, len(parts))
     if frame is None:
         return _shape(np.zeros(size, np.float32), np.zeros(size, np.bool_), parts, shapes)
     spans = kernels.join([_kept_spans(section, parts) for section in frame.tensors])

@@ -17,3 +17,8 @@ def compiled(loop: Loop) -> Loop:
     not check indices, so a loop that reads a payload checks them itself.
     """
     return cast(Loop, numba.njit(cache=True, nogil=True)(loop))
+
+
+def inlined(loop: Loop) -> Loop:
+    """The same for a small function inside hot loops: its body replaces every call."""
+    return cast(Loop, numba.njit(cache=True, nogil=True, inline="always")(loop))

@@ -243,7 +243,8 @@ def _uniform(key: np.uint64, index: int) -> float:
 
 
 @compiled
-def _point(symbol: Whole, u_min: float, u_max: float, step: float) -> np.float32:
+def point(symbol: Whole, u_min: float, u_max: float, step: float) -> np.float32:
+    """The magnitude of a symbol."""
     # One multiplication and one addition in float64, each exactly rounded: the same on every CPU.
     if u_min > 0:
         if symbol == 0:
@@ -256,7 +257,7 @@ def _point(symbol: Whole, u_min: float, u_max: float, step: float) -> np.float32
 def _points(symbols: Symbols, u_min: float, u_max: float, step: float) -> Floats:
     points = np.empty(symbols.size, np.float32)
     for i in range(symbols.size):
-        points[i] = _point(np.int64(symbols[i]), u_min, u_max, step)
+        points[i] = point(np.int64(symbols[i]), u_min, u_max, step)
     return points
 
 
@@ -281,13 +282,13 @@ def _quantize(  # noqa: PLR0917 - a compiled loop takes arrays, not objects
             symbol: Whole = 0
             if magnitude > 0:
                 symbol = min(last, first + int((magnitude - u_min) * scale))
-                below = _point(symbol, u_min, u_max, step)
+                below = point(symbol, u_min, u_max, step)
                 # Points are rounded to float32: the arithmetic guess may be one too high.
                 if below > magnitude:
                     symbol -= 1
-                    below = _point(symbol, u_min, u_max, step)
+                    below = point(symbol, u_min, u_max, step)
                 if below < magnitude and symbol < last:
-                    above = np.float64(_point(symbol + 1, u_min, u_max, step))
+                    above = np.float64(point(symbol + 1, u_min, u_max, step))
                     symbol += _uniform(key, j) * (above - below) < np.float64(magnitude) - below
             symbols[at] = symbol
             at += 1
@@ -317,8 +318,8 @@ def _dequantize(  # noqa: PLR0917 - a compiled loop takes arrays, not objects
             symbol = np.int64(symbols[at])
             at += 1
             if symbol > 0:
-                point = _point(symbol, u_min, u_max, step)
-                flat[j] = -point if (signs[bit >> 3] >> (bit & 7)) & 1 else point
+                size = point(symbol, u_min, u_max, step)
+                flat[j] = -size if (signs[bit >> 3] >> (bit & 7)) & 1 else size
                 bit += 1
 
 

@@ -16,9 +16,9 @@ from math import isqrt, log2
 
 import numpy as np
 
-from anycostfl.codec import entropy, kernels, wire
+from anycostfl.codec import entropy, kernelplus, kernels, wire
 from anycostfl.codec.compiled import compiled
-from anycostfl.codec.frame import OVERHEAD, Bond
+from anycostfl.codec.frame import OVERHEAD, Bond, seal
 from anycostfl.codec.kernels import Doubles, Floats, Ints
 
 SWEPT_ELEMENTS = 100_000  # enough for 1 % in size; a larger update is swept in strides
@@ -48,6 +48,7 @@ class Draft:
     order: Ints
     seed: int
     tie: Bond
+    in_context: bool = False
 
     @classmethod
     def of(cls, flat: Floats, parts: Sequence[kernels.Part], seed: int, tie: Bond) -> Draft:
@@ -63,6 +64,9 @@ class Draft:
         chosen = np.flatnonzero(mask)
         grid = kernels.grid_for(self.norms, chosen, levels)
         symbols, negative = kernels.quantize(self.flat, self.spans.take(chosen), grid, self.seed)
+        if self.in_context:
+            kept_ones = kernelplus.Kept(mask, grid, symbols, negative)
+            return kernelplus.pack(kept_ones, self.parts, self.tie)
         tokens, spare = entropy.tokenize(symbols)
         counts = np.bincount(tokens, minlength=entropy.token_count(grid.symbols))
         precision, freq = entropy.best_table(counts)
@@ -75,6 +79,10 @@ class Draft:
             signs=entropy.encode_signs(symbols, negative),
         )
         return wire.pack(frame, self.tie)
+
+    def nothing(self) -> bytes:
+        """The payload that says that nothing is kept."""
+        return seal(kernelplus.MAGIC if self.in_context else wire.MAGIC, b"", self.tie)
 
     def _tensors(self, mask: entropy.Bools) -> tuple[wire.TensorSection, ...]:
         sections, first = [], 0
@@ -91,14 +99,14 @@ class Draft:
 def fill(draft: Draft, budget: int, guess: Guess) -> bytes:
     """The payload of least error that fits `budget` bytes and leaves little of it unused."""
     if not draft.order.size:
-        return wire.pack(None, draft.tie)
+        return draft.nothing()
     levels, start, error = choose(draft, budget, guess)
     kept, payload = _most_kernels(draft, levels, start, budget)
     if payload is None:  # not one kernel at this L: the coarsest points are the last resort
         levels = 1
         kept, payload = _most_kernels(draft, levels, 1, budget)
     if payload is None:
-        return wire.pack(None, draft.tie)
+        return draft.nothing()
     if kept == draft.order.size and error <= EXACT * draft.norms.energy.sum():
         return payload
     if len(payload) < FILLED * budget:

@@ -1,0 +1,139 @@
+"""The kernel codec's values in context: the same kernels and levels as "kernel" in fewer bytes.
+
+The body of the frame "ACFK" is, if anything is kept: float32 u_min and u_max, varint L, for every
+tensor in name order the varint length of its kernels (0: nothing of it is kept), then one range
+code (`context`). For each tensor that has some: which kernels are kept, one row of flags per row of
+the tensor, then the symbols of the kept kernels with their signs, one row per kernel. A kernel at
+the end of a row may be shorter; zeros make it up.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import isfinite
+
+import numpy as np
+
+from anycostfl.codec import kernels
+from anycostfl.codec.compiled import compiled
+from anycostfl.codec.context import Integers, Source, Writer, likelihoods
+from anycostfl.codec.entropy import Bools
+from anycostfl.codec.frame import Bond, seal, unseal
+from anycostfl.codec.kernels import Bytes, Floats, Grid, Ints, Part, Symbols
+from anycostfl.codec.varint import Reader, varint
+from anycostfl.errors import PayloadError
+
+MAGIC = b"ACFK"
+_RANGE = struct.Struct("<ff")
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Kept:
+    """Which kernels of all tensors are kept, and what their elements are, one after the other."""
+
+    mask: Bools
+    grid: Grid
+    symbols: Symbols
+    negative: Bytes
+
+
+def pack(kept: Kept, parts: Sequence[Part], tie: Bond) -> bytes:
+    """The payload."""
+    head = bytearray(_RANGE.pack(kept.grid.u_min, kept.grid.u_max) + varint(kept.grid.levels))
+    flags, levels = likelihoods(), likelihoods()
+    writer = Writer(kept.symbols.size // 4)
+    signed = np.where(kept.negative, -1, 1).astype(np.int32) * kept.symbols.astype(np.int32)
+    first, at = 0, 0
+    for part in parts:
+        own = kept.mask[first : first + part.kernels]
+        first += part.kernels
+        head += varint(part.block if own.any() else 0)
+        if not own.any():
+            continue
+        length = kernels.spans_of(part).length[own]
+        writer.integers(own.reshape(rows_of(part), -1).astype(np.int32), flags, signed=False)
+        numbers = np.zeros((length.size, part.block), np.int32)
+        at = _spread(signed, at, length, numbers)
+        writer.integers(numbers, levels)
+    return seal(MAGIC, bytes(head) + writer.finish(), tie)
+
+
+def rows_of(part: Part) -> int:
+    """How many rows a tensor has."""
+    return part.size // part.width
+
+
+@compiled
+def _spread(signed: Integers, at: int, length: Ints, numbers: Integers) -> int:
+    for k in range(length.size):
+        for j in range(length[k]):
+            numbers[k, j] = signed[at]
+            at += 1
+    return at
+
+
+def unpack(payload: bytes, parts: Sequence[Part], tie: Bond) -> tuple[Floats, Bools]:
+    """All elements, and which of them belong to kept kernels."""
+    minor, body = unseal(payload, MAGIC, tie)
+    if minor:
+        raise PayloadError(f"kernel payload in context of format 1.{minor}; this program reads 1.0")
+    size = sum(part.size for part in parts)
+    flat, mask = np.zeros(size, np.float32), np.zeros(size, np.bool_)
+    if not body:
+        return flat, mask
+    reader = Reader(body, "payload")
+    grid = _read_grid(reader)
+    blocks = [reader.varint(0, part.width if part.size else 0) for part in parts]
+    source, flags, levels = Source(reader.rest()), likelihoods(), likelihoods()
+    for part, block in zip(parts, blocks, strict=True):
+        if block:
+            cut = Part(part.name, part.shape, part.offset, block)
+            own = source.integers(rows_of(cut), cut.kernels // rows_of(cut), flags, signed=False)
+            spans = kernels.spans_of(cut).take(np.flatnonzero(_as_mask(own, part.name)))
+            numbers = source.integers(spans.start.size, block, levels)
+            bounds = (grid.u_min, grid.u_max, grid.step)
+            good = _place(numbers, bounds, grid.symbols, spans.start, spans.length, flat, mask)
+            if not good:
+                raise PayloadError(f"{part.name}: a level beyond {grid.levels}, or beyond its row")
+    source.finish()
+    return flat, mask
+
+
+def _read_grid(reader: Reader) -> Grid:
+    u_min, u_max = _RANGE.unpack(reader.take(_RANGE.size))
+    levels = reader.varint(1, kernels.MAX_LEVELS)
+    if not (isfinite(u_min) and isfinite(u_max) and 0 <= u_min <= u_max and u_max > 0):
+        raise PayloadError(f"range [{u_min}, {u_max}] is not finite, ordered and positive")
+    return Grid(abs(u_min), u_max, levels)
+
+
+def _as_mask(flags: Integers, name: str) -> Bools:
+    if flags.max() != 1:
+        raise PayloadError(f"{name}: kept flags are 0 or 1, and one at least is 1")
+    mask: Bools = flags.ravel() == 1
+    return mask
+
+
+@compiled
+def _place(  # noqa: PLR0917 - a compiled loop takes arrays, not objects
+    numbers: Integers,
+    bounds: tuple[float, float, float],
+    symbols: int,
+    start: Ints,
+    length: Ints,
+    flat: Floats,
+    mask: Bools,
+) -> bool:
+    u_min, u_max, step = bounds
+    for k in range(start.size):
+        for j in range(numbers.shape[1]):
+            number = np.int64(numbers[k, j])
+            if abs(number) >= symbols or (number != 0 and j >= length[k]):
+                return False
+            if j < length[k]:
+                point = kernels.point(abs(number), u_min, u_max, step)
+                flat[start[k] + j] = -point if number < 0 else point
+                mask[start[k] + j] = True
+    return True

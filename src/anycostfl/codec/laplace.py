@@ -1,0 +1,127 @@
+"""What quantizing costs: bits and squared error of a Laplacian variable, by its mean magnitude.
+
+In units of the step Δ, with x̄ = E|x|: a magnitude is rounded up to the next integer where that
+lowers J = error + λ·bits, λ = `PRICE`·Δ². The tables below say, for a grid of x̄, from which value
+on 1 beats 0, how much later than half-way every next integer begins, the entropy including the
+sign, and the mean squared error that is left.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from anycostfl.codec.compiled import compiled
+from anycostfl.codec.context import MAX_BITS, Integers
+from anycostfl.codec.kernels import Doubles, Floats
+
+PRICE = 0.13  # of a bit, in squared steps; at fine steps it would be ln 4 / 12
+SEGMENT = 64  # neighbours that share one mean magnitude
+OCTAVES, PER_OCTAVE = (-8, 20), 4
+_MEANS: Doubles = 2.0 ** (np.arange(OCTAVES[0] * PER_OCTAVE, OCTAVES[1] * PER_OCTAVE) / PER_OCTAVE)
+_LARGEST = (1 << MAX_BITS) - 1
+
+
+def _thresholds(mean: float) -> tuple[float, float]:
+    """From where on 1 beats 0, and n + 1 beats n by how much more than n + 1/2."""
+    slope = np.log2(np.e) / mean  # bits that one more step of magnitude costs
+    later = min(0.5 + PRICE / 2 * slope, 0.999)
+    first = later
+    for _ in range(20):  # the price of a 1 depends on how rare it is, and that on the threshold
+        none, some = -np.expm1(-first / mean), np.exp(-first / mean)
+        one = some * -np.expm1(-1 / mean)
+        dearer = 1 + np.log2(max(none, 1e-12)) - np.log2(max(one, 1e-300))
+        first = 0.5 * first + 0.5 * (0.5 + PRICE / 2 * max(dearer, 0.0))
+    return first, later
+
+
+def _row(mean: float) -> tuple[float, float, float, float]:
+    first, later = _thresholds(mean)
+    none, decay = -np.expm1(-first / mean), np.exp(-1 / mean)
+    some = 1 - none
+    bits = -none * np.log2(none)
+    if some > 0:  # sign, then a geometric number of further steps
+        bits += some * (1 - np.log2(some))
+        bits -= some * (np.log2(-np.expm1(-1 / mean)) + decay / (1 - decay) * np.log2(decay))
+    # Densities integrated exactly: E[(x − n)²] over one cell of an exponential.
+    error = _second_moment(0.0, first, 0.0, mean)
+    rest = _second_moment(first, first + 1, 1.0, mean)
+    error += rest / -np.expm1(-1 / mean)  # further cells repeat it, each by e^(−1/x̄) rarer
+    return first, later, float(bits), float(error)
+
+
+def _second_moment(start: float, end: float, point: float, mean: float) -> float:
+    """∫ (x − point)² e^(−x/x̄)/x̄ dx from `start` to `end`."""
+
+    def primitive(x: float) -> float:
+        gap = x - point
+        return float(-np.exp(-x / mean) * (gap**2 + 2 * mean * gap + 2 * mean**2))
+
+    if end - start < 0.02 * mean:  # the exact difference would cancel; the density is flat here
+        cube = ((end - point) ** 3 - (start - point) ** 3) / 3
+        return float(cube * np.exp(-(start + end) / 2 / mean) / mean)
+    return primitive(end) - primitive(start)
+
+
+_TABLE: Doubles = np.array([_row(mean) for mean in _MEANS])
+_TABLE[0, 2:] = 0.0  # so small that nothing is coded, and nothing is lost by that
+_SLOPES: Doubles = np.diff(_TABLE, axis=0, append=_TABLE[-1:])
+_FIRST, _LATER = np.ascontiguousarray(_TABLE[:, 0]), np.ascontiguousarray(_TABLE[:, 1])
+
+
+def cost(octaves: Doubles, step: float) -> tuple[Doubles, Doubles]:
+    """Bits and squared error per element, for log₂ of mean magnitudes and a step in their unit."""
+    at = PER_OCTAVE * (octaves - np.log2(step) - OCTAVES[0])
+    at = np.clip(at, 0, len(_TABLE) - 1.001)
+    low = at.astype(np.int32)
+    part = at - low
+    bits = _TABLE[low, 2] + part * _SLOPES[low, 2]
+    error = _TABLE[low, 3] + part * _SLOPES[low, 3]
+    return bits, error * step**2
+
+
+def segment_octaves(matrix: Floats) -> Doubles:
+    """log₂ of the mean magnitude of every run of `SEGMENT` columns; the last may be shorter."""
+    starts = np.arange(0, matrix.shape[1], SEGMENT)
+    sums = np.add.reduceat(np.abs(matrix), starts, axis=1).astype(np.float64)
+    octaves: Doubles = np.log2(np.maximum(sums / segment_lengths(matrix.shape[1]), 1e-60))
+    return octaves
+
+
+def segment_lengths(columns: int) -> Doubles:
+    """How many columns each run has."""
+    starts = np.arange(0, columns, SEGMENT)
+    return np.minimum(SEGMENT, columns - starts).astype(np.float64)
+
+
+def quantize(matrix: Floats, steps: Floats) -> Integers:
+    """Integers that stand for the rows of `matrix` at one step each."""
+    integers = np.empty(matrix.shape, np.int32)
+    _quantize(
+        np.ascontiguousarray(matrix), (1 / steps).astype(np.float32), _FIRST, _LATER, integers
+    )
+    return integers
+
+
+@compiled
+def _quantize(
+    matrix: Floats, scales: Floats, first: Doubles, later: Doubles, integers: Integers
+) -> None:
+    rows, columns = matrix.shape
+    for i in range(rows):
+        for start in range(0, columns, SEGMENT):
+            end = min(start + SEGMENT, columns)
+            total = np.float32(0)
+            for j in range(start, end):
+                total += abs(matrix[i, j])
+            mean = np.float64(total * scales[i]) / (end - start)
+            at = 0
+            if mean > 0:
+                at = int(np.floor(PER_OCTAVE * (np.log2(mean) - OCTAVES[0]) + 0.5))
+            at = min(max(at, 0), first.size - 1)
+            begin, offset = np.float32(first[at]), np.float32(1 - later[at])
+            for j in range(start, end):
+                size = abs(matrix[i, j]) * scales[i]
+                number = 0
+                if size >= begin:
+                    number = max(1, int(min(size + offset, np.float32(_LARGEST))))
+                integers[i, j] = -number if matrix[i, j] < 0 else number

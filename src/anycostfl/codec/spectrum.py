@@ -1,0 +1,70 @@
+"""Convolutions by frequency: neighbouring places of a kernel see nearly the same inputs.
+
+So their updates are alike, and the cosine transform of every k×k kernel gathers what they have in
+common in its low frequencies. It is orthonormal: an error there is the same error in the kernel.
+The layout of a convolution (out, in, height, width) is (frequency, out, in), that of any other
+tensor a matrix: its rows, or one row for a vector.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import cache
+from math import prod
+
+import numpy as np
+import torch
+
+from anycostfl.codec.compiled import compiled
+from anycostfl.codec.kernels import Doubles, Floats
+
+
+def layout_of(shape: Sequence[int]) -> tuple[int, ...]:
+    """The dimensions in which a tensor is coded."""
+    if len(shape) == 4 and shape[2] * shape[3] > 1 and min(shape) > 0:
+        return shape[2] * shape[3], shape[0], shape[1]
+    return (shape[0], prod(shape[1:])) if len(shape) > 1 else (1, prod(shape))
+
+
+def lay_out(values: Floats) -> Floats:
+    """A tensor in its layout."""
+    layout = layout_of(values.shape)
+    if len(layout) == 2:
+        return values.reshape(layout)
+    kernels = torch.from_numpy(values.reshape(-1, layout[0]))
+    waves = torch.from_numpy(_waves(*values.shape[2:]))
+    spectrum: Floats = (waves @ kernels.T).reshape(layout).numpy()
+    return spectrum
+
+
+def restore(flat: Floats, shape: Sequence[int]) -> None:
+    """Turn the elements of a layout into those of the tensor, in place."""
+    layout = layout_of(shape)
+    if len(layout) == 3:
+        height, width = shape[2:]
+        _restore(flat.reshape(layout[0], -1).copy(), _waves(height, width), flat)
+
+
+@compiled
+def _restore(spectrum: Floats, waves: Floats, flat: Floats) -> None:
+    """Every sum in the order of the frequencies: the same bits on every machine."""
+    count = waves.shape[0]
+    for kernel in range(spectrum.shape[1]):
+        for place in range(count):
+            total = np.float32(0)
+            for frequency in range(count):
+                total += waves[frequency, place] * spectrum[frequency, kernel]
+            flat[kernel * count + place] = total
+
+
+@cache
+def _waves(height: int, width: int) -> Floats:
+    """(frequency, place), in single precision, to which cosines agree on every machine."""
+    return np.kron(_cosines(height), _cosines(width)).astype(np.float32)
+
+
+def _cosines(size: int) -> Doubles:
+    index = np.arange(size)
+    waves: Doubles = np.cos(np.pi * np.outer(index, index + 0.5) / size) * np.sqrt(2 / size)
+    waves[0] = np.sqrt(1 / size)
+    return waves

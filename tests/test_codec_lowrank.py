@@ -1,0 +1,266 @@
+"""The low-rank codec from outside: within budget, better with more bytes, exact to decode, safe."""
+
+import tracemalloc
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from anycostfl.codec import byte_budget, compress, decompress, laplace, lowrank
+from anycostfl.codec.context import Writer, likelihoods
+from anycostfl.codec.factor import Way, factorise, most_rank, read_as, sides, write_rows
+from anycostfl.codec.frame import OVERHEAD, bond, seal
+from anycostfl.codec.spectrum import _waves, lay_out, layout_of, restore
+from anycostfl.errors import BetaError, PayloadError, UpdateError
+
+SHAPES = {"conv.weight": (16, 8, 3, 3), "conv.bias": (16,), "fc.weight": (40, 200), "scale": ()}
+
+
+def sample(seed: int = 0, scale: float = 1e-3) -> dict[str, Tensor]:
+    draw = torch.Generator().manual_seed(seed)
+    return {n: torch.randn(s, generator=draw).pow(3) * scale for n, s in SHAPES.items()}
+
+
+def low_rank(rows: int, columns: int, rank: int, seed: int = 0) -> Tensor:
+    draw = torch.Generator().manual_seed(seed)
+    left = torch.randn(rows, rank, generator=draw)
+    return left @ torch.randn(rank, columns, generator=draw)
+
+
+def packed(update: dict[str, Tensor], beta: float) -> bytes:
+    return compress(update, beta, seed=0, codec="lowrank")
+
+
+def error(update: dict[str, Tensor], beta: float) -> float:
+    decoded = decompress(packed(update, beta), update).values
+    lost = sum(float((u - decoded[n]).double().square().sum()) for n, u in update.items())
+    return lost / sum(float(u.double().square().sum()) for u in update.values())
+
+
+@settings(deadline=None, max_examples=40)
+@given(st.floats(0.004, 1.0), st.integers(0, 99), st.sampled_from([1e-42, 1e-30, 1e-3, 1e20, 1e36]))
+def test_payload_never_exceeds_its_budget(beta: float, seed: int, scale: float) -> None:
+    update = sample(seed, scale)
+    payload = packed(update, beta)
+    assert len(payload) <= beta * 4 * sum(t.numel() for t in update.values())
+    decoded = decompress(payload, SHAPES)
+    assert all(value.isfinite().all() for value in decoded.values.values())
+    assert all(mask.all() for mask in decoded.masks.values())
+
+
+@pytest.mark.parametrize("beta", [1 / 4, 1 / 15, 1 / 40])
+def test_budget_is_well_used(beta: float) -> None:
+    update = {"w": torch.randn(200, 300, generator=torch.Generator().manual_seed(0))}
+    assert len(packed(update, beta)) >= 0.95 * byte_budget(beta, 60_000)
+
+
+def test_more_bytes_mean_less_error() -> None:
+    errors = [error(sample(), beta) for beta in (0.01, 0.02, 0.05, 0.1, 0.2, 0.4, 0.8)]
+    assert errors == sorted(errors, reverse=True)
+    assert errors[0] < 1
+    assert errors[-1] < 1e-9
+
+
+def test_matrix_of_low_rank_costs_its_factors_only() -> None:
+    """Rank 3 of 400 × 600: 3,000 numbers instead of 240,000; 16 bits each make it nearly exact."""
+    update = {"w": low_rank(400, 600, 3)}
+    assert error(update, 1 / 80) < 1e-6
+    other = {"w": torch.randn(400, 600, generator=torch.Generator().manual_seed(0))}
+    assert error(other, 1 / 80) > 0.3
+
+
+@pytest.mark.parametrize("way", [Way.OUT, Way.IN])
+def test_convolution_is_read_in_the_way_in_which_it_has_low_rank(way: Way) -> None:
+    shape = (24, 18, 5, 4)
+    values = np.zeros(layout_of(shape), np.float32)
+    write_rows(values, way, 0, low_rank(*sides(values.shape, way), 3).numpy())
+    assert np.linalg.matrix_rank(read_as(values, way)) == 3
+    flat = values.ravel()
+    restore(flat, shape)
+    update = {"w": torch.from_numpy(flat.reshape(shape))}
+    payload = packed(update, 0.1)
+    assert (payload[25], payload[26]) == (way, 3)
+    assert error(update, 0.1) < 1e-3
+
+
+@pytest.mark.parametrize("layout", [(5, 7), (7, 5), (4, 4, 3), (9, 20, 2), (3, 2, 40), (1, 6)])
+def test_rows_of_a_reading_go_back_where_they_came_from(layout: tuple[int, ...]) -> None:
+    values = np.arange(np.prod(layout), dtype=np.float32).reshape(layout)
+    for way in (Way.OUT, Way.IN) if len(layout) == 3 else (Way.OUT,):
+        matrix, again = read_as(values, way), np.zeros(layout, np.float32)
+        assert matrix.shape == sides(layout, way)
+        for first in range(0, len(matrix), 3):
+            write_rows(again, way, first, np.ascontiguousarray(matrix[first : first + 3]))
+        assert np.array_equal(again, values)
+
+
+@pytest.mark.parametrize("shape", [(4, 3, 2, 2), (3, 9, 3, 1), (20, 2, 5, 7), (6, 5, 1, 1), (4,)])
+def test_spectrum_keeps_energy_and_goes_back(shape: tuple[int, ...]) -> None:
+    values = torch.randn(shape, generator=torch.Generator().manual_seed(0)).numpy()
+    laid = lay_out(values)
+    assert laid.shape == layout_of(shape)
+    assert np.square(laid).sum() == pytest.approx(np.square(values).sum(), rel=1e-5)
+    flat = laid.flatten()
+    restore(flat, shape)
+    assert np.allclose(flat.reshape(shape), values, atol=1e-6)
+
+
+def test_kernels_that_are_flat_have_one_frequency() -> None:
+    laid = lay_out(np.ones((4, 3, 5, 5), np.float32))
+    assert np.allclose(laid[0], 5)
+    assert np.abs(laid[1:]).max() < 1e-6
+
+
+def test_kernels_go_back_in_a_fixed_order_of_sums() -> None:
+    draw = np.random.default_rng(0)
+    spectrum = draw.normal(size=(6, 4)).astype(np.float32)  # 2 × 3 kernels, 4 of them
+    flat, waves = spectrum.flatten(), _waves(2, 3)
+    restore(flat, (2, 2, 2, 3))
+    expected = np.zeros((4, 6), np.float32)
+    for frequency in range(6):
+        expected += waves[frequency] * spectrum[frequency][:, None]
+    assert np.array_equal(flat.reshape(4, 6), expected)
+
+
+def test_weak_directions_beyond_single_precision_are_found() -> None:
+    decay = torch.logspace(0, -6, 60)  # energies down to 1e-12 of the largest
+    left, right = (torch.linalg.qr(low_rank(n, 60, 60, n)).Q for n in (60, 400))
+    matrix = left * decay @ right.T
+    found = factorise(matrix, 50)
+    left_over = float((matrix - found.basis @ found.rows).square().sum())
+    assert left_over <= 1.1 * float(decay[50:].square().sum())
+
+
+@pytest.mark.parametrize(("rows", "rank"), [(30, 20), (300, 12)])
+def test_factorise_finds_the_strongest_directions(rows: int, rank: int) -> None:
+    decay = torch.logspace(0, -3, rows)
+    matrix = torch.linalg.qr(low_rank(rows, rows, rows)).Q * decay @ low_rank(rows, 400, rows, 1)
+    found = factorise(matrix, rank)
+    best = torch.linalg.svdvals(matrix.double()).square()
+    missed = float(matrix.double().square().sum()) - float((found.strength**2).sum())
+    assert missed <= 1.05 * float(best[rank:].sum()) + 1e-5 * float(best.sum())
+    assert torch.allclose(found.basis.T @ found.basis, torch.eye(rank), atol=1e-4)
+
+
+def test_estimate_of_bits_and_error_is_near_the_truth() -> None:
+    rng = np.random.default_rng(0)
+    for mean in (0.3, 1.0, 6.0, 40.0):
+        matrix = rng.laplace(0, mean, (200, 320)).astype(np.float32)
+        bits, lost = laplace.cost(np.full((1,), np.log2(mean)), 1.0)
+        numbers = laplace.quantize(matrix, np.ones(200, np.float32))
+        writer = Writer(0)
+        writer.integers(numbers, likelihoods())
+        assert 8 * len(writer.finish()) / matrix.size == pytest.approx(float(bits[0]), rel=0.06)
+        real = float(np.square(matrix - numbers, dtype=np.float64).mean())
+        assert real == pytest.approx(float(lost[0]), rel=0.06)
+
+
+def test_same_bytes_every_time_and_whatever_the_order_of_names() -> None:
+    update = sample()
+    payload = packed(update, 0.1)
+    assert packed(dict(reversed(update.items())), 0.1) == payload == packed(update, 0.1)
+    backwards = dict(reversed(SHAPES.items()))
+    assert list(decompress(payload, backwards).values) == list(backwards)
+
+
+def test_decoder_adds_up_in_a_fixed_order() -> None:
+    rng = np.random.default_rng(0)
+    basis = rng.normal(size=(33, 17)).astype(np.float32)
+    rows = rng.integers(-(2**20), 2**20, (17, 41), dtype=np.int32)
+    expected = np.zeros((33, 41), np.float32)
+    for k in range(17):
+        expected += basis[:, k : k + 1] * rows[k].astype(np.float32)
+    assert np.array_equal(lowrank._product(basis, rows), expected)
+
+
+@pytest.mark.parametrize("index", [-9000, -2049, -1, 0, 1, 255, 256, 12345])
+def test_steps_are_exact_and_their_index_is_found_again(index: int) -> None:
+    step = lowrank.step_of(index)
+    assert lowrank.step_of(index + 256) == 2 * step
+    assert step < lowrank.step_of(index + 1) <= step * (1 + 1 / 256)
+
+
+def test_zeros_are_an_empty_payload_that_counts_everywhere() -> None:
+    update = {n: torch.zeros(s) for n, s in SHAPES.items()}
+    payload = packed(update, 0.1)
+    decoded = decompress(payload, SHAPES)
+    assert len(payload) == OVERHEAD
+    assert not any(value.any() for value in decoded.values.values())
+    assert all(mask.all() for mask in decoded.masks.values())
+
+
+def test_vectors_scalars_and_empty_tensors_travel_along() -> None:
+    update = {"w": torch.linspace(-1, 1, 100), "none": torch.zeros(0, 3), "one": torch.ones(1, 1)}
+    update["scale"] = torch.tensor(0.5)
+    decoded = decompress(packed(update, 1.0), update).values
+    assert [value.shape for value in decoded.values()] == [u.shape for u in update.values()]
+    assert all(torch.allclose(decoded[n], u, atol=1e-5) for n, u in update.items())
+    with pytest.raises(BetaError, match="buys 4 bytes"):
+        packed({"scale": torch.tensor(1.0)}, 1.0)
+
+
+def test_hardly_any_bytes_still_make_a_payload() -> None:
+    update = {"w": torch.randn(1000, generator=torch.Generator().manual_seed(0))}
+    assert OVERHEAD <= len(packed(update, 0.008)) <= 32
+
+
+@pytest.mark.parametrize("value", [1e-45, 1e-38, 1.0, 3.4e38])
+def test_values_of_any_scale_survive(value: float) -> None:
+    update = {"w": torch.randn(40, 32, generator=torch.Generator().manual_seed(0)).sign() * value}
+    decoded = decompress(packed(update, 0.5), update).values["w"]
+    assert decoded.isfinite().all()
+    assert ((decoded.double() / update["w"].double() - 1).abs() < 0.01).all()
+
+
+def test_what_is_not_finite_is_refused_by_name() -> None:
+    update = sample()
+    update["fc.weight"][3, 7] = float("nan")
+    with pytest.raises(UpdateError, match=r"fc\.weight has an element that is not finite"):
+        packed(update, 0.1)
+
+
+@pytest.mark.parametrize(
+    ("body", "message"),
+    [
+        (b"\0\0", "ends early"),
+        (b"\0\0\x7f\0\0", "outside the scale"),
+        (b"\0\0\0\x01", "ends early"),
+        (b"\0\0\0\x04\x01\0", "cannot be sent in way 4"),
+        (b"\0\0\0\x09\0", "cannot be sent in way 9"),
+        (b"\0\0\0\x02\0\0", "outside 1 to 2"),
+        (b"\0\0\0\x02\x03\0", "outside 1 to 2"),
+        (b"\0\0\0\x02\x01\0" + b"\0" * 8, "strength of a column"),
+        (b"\0\0\0\x01\0" + b"\xff" * 60, "coded integers end"),
+        (b"\0\0\0\0\0" + bytes(8), "coded integers end"),
+    ],
+)
+def test_malformed_bodies_are_refused(body: bytes, message: str) -> None:
+    shapes = {"a": (4, 6), "b": (2,)}
+    assert most_rank((4, 6)) == 2
+    with pytest.raises(PayloadError, match=message):
+        decompress(seal(lowrank.MAGIC, body, bond(b"", shapes)), shapes)
+
+
+def test_payload_for_another_plan_or_binding_is_refused() -> None:
+    payload = compress(sample(), 0.1, seed=0, codec="lowrank", binding=b"round 1")
+    with pytest.raises(PayloadError, match="another run"):
+        decompress(payload, SHAPES, binding=b"round 2")
+    with pytest.raises(PayloadError, match="names or shapes"):
+        decompress(payload, {"w": (3, 3)}, binding=b"round 1")
+
+
+@pytest.mark.parametrize("shape", [(700, 900), (64, 64, 9, 9)])
+def test_decoding_takes_no_more_than_twice_the_plan(shape: tuple[int, ...]) -> None:
+    update = {"w": torch.randn(shape, generator=torch.Generator().manual_seed(0))}
+    payload, size = packed(update, 0.5), update["w"].numel()
+    decompress(payload, update)
+    tracemalloc.start()
+    try:
+        decompress(payload, update)
+        peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert peak <= 8 * size + 2**24
