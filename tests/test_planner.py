@@ -15,6 +15,7 @@ from anycostfl.planner import (
     plan_strategies,
     require_feasible,
 )
+from anycostfl.theory import MEASURED
 from anycostfl.types import Binds, Devices, Limits, Reason, Strategies, Workload, make_devices
 from planner_oracle import polish, random_devices, search
 
@@ -87,6 +88,28 @@ def test_no_worse_than_brute_force_with_overhead(case: int) -> None:
     assert np.array_equal(exact.feasible, found.feasible)
     assert np.all(exact.gain >= found.gain * (1 - 1e-6))
     assert_within_every_constraint(exact, devices, workload, limits)
+
+
+@pytest.mark.parametrize("codec", MEASURED)
+@pytest.mark.parametrize("case", range(len(CASES)))
+def test_no_worse_than_brute_force_with_a_measured_codec(case: int, codec: str) -> None:
+    workload, limits = CASES[case]
+    curve = MEASURED[codec]
+    devices = random_devices(np.random.default_rng(70 + case), 500, overhead=0.2 * (case % 2))
+    exact = plan_strategies(devices, workload, limits, curve)
+    found = search(devices, workload, limits, curve.quality)
+    assert np.array_equal(exact.feasible, found.feasible)
+    assert np.all(exact.gain >= found.gain * (1 - 1e-6))
+    assert_within_every_constraint(exact, devices, workload, limits)
+    on = exact.feasible
+    np.testing.assert_allclose(exact.gain[on], exact.alpha[on] ** 4 * curve.quality(exact.beta[on]))
+
+
+def test_a_better_codec_sends_less_and_computes_more() -> None:
+    plain = plan_strategies(one_device(), CNN, PAPER)[0]
+    better = plan_strategies(one_device(), CNN, PAPER, MEASURED["lowrank"])[0]
+    assert better.alpha > 1.1 * plain.alpha
+    assert better.alpha * better.beta < 0.5 * plain.alpha * plain.beta
 
 
 @pytest.mark.parametrize("overhead", [0.0, 0.3])

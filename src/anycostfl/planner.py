@@ -23,9 +23,10 @@ How it is solved, without iteration over α:
 3. α* is the α of step 1 moved between those two and into [α^min, 1]; f for that α is the root of
    another such cubic. Where the caps leave slack, the slowest clock in time saves the most energy.
 
-A measured device has an overhead o: cycles C·(α + o). The budgets are still sums of exponentials,
-so the gain still has one peak over log α; it is found by golden section, with f and β at each α as
-in step 3.
+Two extensions are solved by golden section over log α, with f and β at each α as in step 3. A
+measured device has an overhead o: cycles C·(α + o). The budgets are still sums of exponentials, so
+the gain still has one peak over log α. A codec of measured quality q has the gain α⁴·q(β): log q
+rises with log β and is concave, so again there is one peak, and the largest affordable β is best.
 
 Deviations: Lemma 3 (both budgets always spent) holds only while no cap binds; slack is reported.
 `closed_form` is the paper's own solution, with the sign of φ^{s2} corrected, for comparison.
@@ -33,6 +34,7 @@ Deviations: Lemma 3 (both budgets always spent) holds only while no cap binds; s
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, fields
 
 import numpy as np
@@ -41,6 +43,7 @@ import numpy.typing as npt
 from anycostfl import cost
 from anycostfl.checks import FloatArray
 from anycostfl.errors import InfeasibleBudget
+from anycostfl.theory import RateDistortion
 from anycostfl.types import Binds, Devices, Limits, Reason, Strategies, Workload
 
 BLOCK = 8192  # devices solved together, so that every array stays in the processor's cache
@@ -70,10 +73,15 @@ class _Problem:
         return _Problem(*(getattr(self, item.name)[index] for item in fields(self)))
 
 
-def plan_strategies(devices: Devices, workload: Workload, limits: Limits) -> Strategies:
-    """The strategy of largest gain α⁴β for every device, within its budgets and all caps."""
+def plan_strategies(
+    devices: Devices, workload: Workload, limits: Limits, codec: RateDistortion | None = None
+) -> Strategies:
+    """The strategy of largest gain for every device, within its budgets and all caps.
+
+    The gain is α⁴β, or α⁴·q(β) with a codec that was measured.
+    """
     blocks = [
-        _plan_block(devices.take(slice(start, start + BLOCK)), workload, limits)
+        _plan_block(devices.take(slice(start, start + BLOCK)), workload, limits, codec)
         for start in range(0, max(len(devices), 1), BLOCK)
     ]
     return Strategies(
@@ -216,7 +224,9 @@ def _meets_all(
     return inside
 
 
-def _plan_block(devices: Devices, workload: Workload, limits: Limits) -> Strategies:
+def _plan_block(
+    devices: Devices, workload: Workload, limits: Limits, codec: RateDistortion | None
+) -> Strategies:
     problem = _pose(devices, workload)
     alpha_most = _largest_alpha(problem, limits.beta_min)
     alpha_rich = _largest_alpha(problem, limits.beta_max)
@@ -224,13 +234,25 @@ def _plan_block(devices: Devices, workload: Workload, limits: Limits) -> Strateg
     alpha = np.maximum(alpha, limits.alpha_min)
     feasible = alpha_most >= limits.alpha_min * (1.0 - ROUNDING)
     capped = alpha <= alpha_rich
-    if len(some := np.flatnonzero(problem.overhead)):
-        parts = _search_alpha(problem.take(some), limits)
+    quality = codec.quality if codec else _paper_quality
+    searched = problem.overhead > 0 if codec is None else np.ones(len(alpha), np.bool_)
+    if len(some := np.flatnonzero(searched)):
+        parts = _search_alpha(problem.take(some), limits, quality)
         alpha[some], feasible[some], capped[some] = parts
     beta, frequency = _spend(problem, limits, alpha, capped=capped)
     return _describe(
-        devices, workload, limits, (alpha, beta, frequency), shown=feasible, feasible=feasible
+        devices,
+        workload,
+        limits,
+        (alpha, beta, frequency),
+        shown=feasible,
+        feasible=feasible,
+        quality=quality,
     )
+
+
+def _paper_quality(beta: FloatArray) -> FloatArray:
+    return beta
 
 
 def _pose(devices: Devices, workload: Workload) -> _Problem:
@@ -283,13 +305,13 @@ def _largest_alpha(p: _Problem, beta: float) -> FloatArray:
 
 
 def _search_alpha(
-    p: _Problem, limits: Limits
+    p: _Problem, limits: Limits, quality: Callable[[FloatArray], FloatArray]
 ) -> tuple[FloatArray, npt.NDArray[np.bool_], npt.NDArray[np.bool_]]:
-    """The best α with overhead, where there is one, and where it affords β^max."""
+    """The best α, where there is one, and where it affords β^max."""
 
     def gain(alpha: FloatArray) -> FloatArray:
         beta = _longest_upload(p, p.cycles * (alpha + p.overhead))[0] / (alpha * p.upload)
-        value = (alpha * alpha) ** 2 * np.minimum(beta, limits.beta_max)
+        value = (alpha * alpha) ** 2 * quality(np.clip(beta, 0.0, limits.beta_max))
         # Past the last affordable α the value falls on, so that the peak stays the only one.
         return np.where(beta >= limits.beta_min * (1.0 - ROUNDING), value, -alpha)
 
@@ -360,6 +382,7 @@ def _describe(
     *,
     shown: npt.NDArray[np.bool_],
     feasible: npt.NDArray[np.bool_],
+    quality: Callable[[FloatArray], FloatArray] = _paper_quality,
 ) -> Strategies:
     """What the chosen (α, β, f) cost and gain, and what binds; zeros where not shown."""
     alpha, beta, frequency = (np.where(shown, part, 0.0) for part in chosen)
@@ -369,7 +392,7 @@ def _describe(
         alpha=alpha,
         beta=beta,
         frequency_hz=frequency,
-        gain=(alpha * alpha) ** 2 * beta,
+        gain=(alpha * alpha) ** 2 * quality(beta),
         latency_s=latency,
         energy_j=energy,
         latency_slack_s=np.where(shown, devices.latency_s - latency, 0.0),
