@@ -7,7 +7,7 @@ checkpoints, `take_up` says where an earlier run stopped.
 from __future__ import annotations
 
 from collections.abc import Generator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from torch import Tensor
@@ -20,11 +20,15 @@ from anycostfl.types import RoundRecord
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Snapshot:
-    """Everything the next round needs: its number, the global state, what devices remember."""
+    """Everything the next round needs.
+
+    Its number, the global state, what devices remember, how the global state moves by momentum.
+    """
 
     round: int
     state: Mapping[str, Tensor]
     memories: Mapping[int, State]
+    velocity: State = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -56,7 +60,9 @@ def take_up(folder: Path) -> Stopped:
     return Stopped(
         config=parse_config(saved.config, str(folder)),
         records=list(saved.records),
-        start=Snapshot(point.rounds, point.state, point.memories) if point else None,
+        start=Snapshot(point.rounds, point.state, point.memories, point.velocity)
+        if point
+        else None,
         writer=writer,
         remarks=saved.remarks,
     )
@@ -70,11 +76,11 @@ def keep(turns: Turns, config: Config, writer: RunWriter) -> Turns:
             latest = turn.after
             writer.append(turn.record)
             if latest.round % config.run.checkpoint_every == 0 or latest.round == config.run.rounds:
-                writer.checkpoint(latest.round, latest.state, latest.memories)
+                writer.checkpoint(latest.round, latest.state, latest.memories, latest.velocity)
                 saved = latest.round
             yield turn
     except (KeyboardInterrupt, GeneratorExit):
         turns.close()
         if latest is not None and latest.round > saved:
-            writer.checkpoint(latest.round, latest.state, latest.memories)
+            writer.checkpoint(latest.round, latest.state, latest.memories, latest.velocity)
         raise
