@@ -1,6 +1,7 @@
 """Theorem 1's weights, and the element-wise aggregation against brute force."""
 
 import functools
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -14,6 +15,7 @@ from anycostfl.aggregate import (
     LEAST_RATIO,
     Contribution,
     Rules,
+    advance,
     aggregate,
     clip_bound,
     clipped,
@@ -243,3 +245,82 @@ def test_sizes_are_clipped_to_their_median() -> None:
     assert clip_bound([0.0], Rules()) == np.inf
     by_hand = Update({"w": torch.tensor([3.0, 4.0, 0.0, 0.0])}, {})
     assert size_of(by_hand) == pytest.approx(2.5)
+
+
+# --- step and momentum ----------------------------------------------------------------------------
+
+
+def pair(values: list[float], sent: list[int]) -> Contribution:
+    """An update of the one tensor `w` of a plain layer, with its mask."""
+    plan = line().plan(1.0)
+    update = Update(
+        {"weight": torch.tensor([values]), "bias": torch.zeros(1)},
+        {"weight": torch.tensor([sent], dtype=torch.bool), "bias": torch.zeros(1) > 0},
+    )
+    return Contribution(plan, update, 1.0)
+
+
+@functools.cache
+def line() -> ElasticModel:
+    return ElasticModel(nn.Sequential(nn.Linear(3, 1))[0], torch.randn(2, 3))
+
+
+def test_momentum_by_hand() -> None:
+    """What nobody sends neither moves nor fades: its velocity waits for the next time."""
+    rules = Rules(step=0.5, momentum=0.5, clip=0.0)
+    state = {"weight": torch.zeros(1, 3), "bias": torch.zeros(1)}
+    rounds = [
+        ([4.0, 8.0, 0.0], [1, 1, 0]),
+        ([4.0, 0.0, 0.0], [1, 0, 0]),
+        ([0.0, 2.0, 6.0], [1] * 3),
+    ]
+    weights = [(-2.0, -4.0, 0.0), (-5.0, -4.0, 0.0), (-6.5, -7.0, -3.0)]
+    moving = [(4.0, 8.0, 0.0), (6.0, 8.0, 0.0), (3.0, 6.0, 6.0)]
+    velocity: dict[str, torch.Tensor] = {}
+    for (values, sent), weight, speed in zip(rounds, weights, moving, strict=True):
+        state, velocity = advance(state, [pair(values, sent)], rules, velocity)
+        assert state["weight"].flatten().tolist() == pytest.approx(weight)
+        assert velocity["weight"].flatten().tolist() == pytest.approx(speed)
+    assert not state["bias"].any()
+
+
+def test_momentum_leaves_alone_what_too_few_sent() -> None:
+    rules = Rules(momentum=0.9, least=2, clip=0.0)
+    state = {"weight": torch.zeros(1, 3), "bias": torch.zeros(1)}
+    both = [pair([2.0, 2.0, 0.0], [1, 1, 0]), pair([4.0, 0.0, 0.0], [1, 0, 0])]
+    for combine in ("mean", "median"):
+        moved, velocity = advance(state, both, replace(rules, combine=combine), {})
+        assert moved["weight"].flatten().tolist() == [-3.0, 0.0, 0.0]
+        assert velocity["weight"].flatten().tolist() == [3.0, 0.0, 0.0]
+
+
+def test_without_momentum_nothing_is_kept_and_a_step_of_one_is_the_papers() -> None:
+    state = {"weight": torch.randn(1, 3), "bias": torch.randn(1)}
+    given_ = [pair([0.1, 0.2, 0.0], [1, 1, 0]), pair([0.3, 0.0, 0.0], [1, 0, 0])]
+    moved, velocity = advance(state, given_, Rules(), {})
+    assert velocity == {}
+    assert all(torch.equal(moved[n], t) for n, t in aggregate(state, given_).items())
+    half = aggregate(state, given_, Rules(step=0.5))
+    assert half["weight"] == pytest.approx((state["weight"] + moved["weight"]) / 2, abs=1e-6)
+
+
+def test_momentum_moves_with_the_channels() -> None:
+    net = ElasticModel(models.load("cnn").build(), torch.randn(2, 1, 28, 28))
+    draw = torch.Generator().manual_seed(0)
+    state = {n: p.detach().clone() for n, p in net.module.named_parameters()}
+    order = {g.name: torch.randperm(g.size, generator=draw) for g in net.coupling.groups}
+    rules, plan = Rules(momentum=0.9, clip=0.0), net.plan(1.0)
+
+    def contribution(values: dict[str, torch.Tensor]) -> Contribution:
+        return Contribution(plan, Update(values, {n: v > 0 for n, v in values.items()}), 1.0)
+
+    def update() -> dict[str, torch.Tensor]:
+        return {n: torch.randn(p.shape, generator=draw).clamp(min=0) for n, p in state.items()}
+
+    one, two = update(), update()
+    first, velocity = advance(state, [contribution(one)], rules, {})
+    after, _ = advance(first, [contribution(two)], rules, velocity)
+    there, moving = (net.permute(s, order) for s in (first, velocity))
+    moved, _ = advance(there, [contribution(net.permute(two, order))], rules, moving)
+    for name, tensor in net.permute(after, order).items():
+        assert torch.equal(moved[name], tensor)

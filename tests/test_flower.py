@@ -18,12 +18,10 @@ from anycostfl import methods
 from anycostfl.codec import compress
 from anycostfl.codec.dense import pack_dense
 from anycostfl.config import Config
-from anycostfl.coupling import tensors_of
 from anycostfl.experiment import prepare, settle
 from anycostfl.flower import messages, roster, server
 from anycostfl.flower.roster import NotEnoughDevices, Terms
 from anycostfl.flower.strategy import AnycostStrategy
-from anycostfl.methods import Method, State, Upload
 from anycostfl.rounds import DUPLICATE
 from anycostfl.runs import Turn
 from anycostfl.simulate import play
@@ -109,36 +107,15 @@ def test_going_on_from_any_round_ends_the_same(tmp_path: Path) -> None:
 # --- what a device remembers ----------------------------------------------------------------------
 
 
-def remembering(honest_method: Method) -> Method:
-    """The method with a memory in global coordinates, so that it must follow every sort."""
-
-    def encode(update: State, upload: Upload, memory: State | None) -> tuple[bytes, State | None]:
-        full = {n: torch.zeros(s) for n, s in FULL_SHAPES.items()} if memory is None else memory
-        corners = {n: tuple(slice(0, k) for k in u.shape) for n, u in update.items()}
-        mixed = {n: u + 0.1 * full[n][corners[n]] for n, u in update.items()}
-        kept = {n: t.clone() for n, t in full.items()}
-        for name, part in mixed.items():
-            kept[name][corners[name]] = part
-        payload, _ = honest_method.encode(mixed, upload, None)
-        return payload, kept
-
-    return replace(honest_method, encode=encode)
-
-
-FULL_SHAPES: dict[str, torch.Size] = {}
-
-
+@pytest.mark.parametrize("codec", ["kernel", "lowrank"])
 def test_memories_survive_between_messages_and_follow_the_channels(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, codec: str
 ) -> None:
-    config = config_of(tmp_path, "run.rounds=4", "fleet.cohort=3")
-    module = prepare(config).net.module
-    FULL_SHAPES.update({n: t.shape for n, t in tensors_of(module).items()})
-    plain = list(play(config))
-    found = remembering(methods.load("anycostfl"))
-    monkeypatch.setattr(methods, "load", lambda _name: found)
+    few = ("run.rounds=4", "fleet.cohort=3", f"compression.codec={codec}")
+    moving = ("aggregation.momentum=0.5", "aggregation.step=0.8")
+    config = config_of(tmp_path, *few, *moving, "compression.feedback=true")
     simulated = list(play(config))
-    assert simulated[-1].record != plain[-1].record
+    assert simulated[-1].record != list(play(config_of(tmp_path, *few, *moving)))[-1].record
     grid = LocalGrid(5)
     flower = list(server.play(config, grid, QUICK))
     assert_same(flower, simulated)
@@ -161,6 +138,8 @@ def test_only_the_channels_of_the_submodel_go_down_the_wire(tmp_path: Path) -> N
 
 
 # --- what is refused ------------------------------------------------------------------------------
+
+FULL_SHAPES: dict[str, torch.Size] = {}
 
 
 def retold(reply: Message, change: Callable[[messages.Result], messages.Result]) -> Message:

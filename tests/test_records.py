@@ -33,7 +33,9 @@ def write_some(folder: Path, rounds: int) -> RunWriter:
     for number in range(rounds):
         writer.append(record(number))
         state = {"w": torch.full((50,), float(number))}
-        writer.checkpoint(number + 1, state, {7: {"w": torch.ones(2)}})
+        writer.checkpoint(
+            number + 1, state, {7: {"w": torch.ones(2)}}, {"w": torch.full((50,), 3.0)}
+        )
     return writer
 
 
@@ -45,6 +47,7 @@ def test_what_was_written_is_read(tmp_path: Path) -> None:
     assert saved.checkpoint.rounds == 3
     assert torch.equal(saved.checkpoint.state["w"], torch.full((50,), 2.0))
     assert torch.equal(saved.checkpoint.memories[7]["w"], torch.ones(2))
+    assert torch.equal(saved.checkpoint.velocity["w"], torch.full((50,), 3.0))
     assert saved.remarks == ()
 
 
@@ -105,7 +108,7 @@ def test_a_damaged_checkpoint_does_not_count_as_one_of_the_two(tmp_path: Path) -
     assert (tmp_path / "run" / "checkpoint-3.damaged").read_bytes() == b"nothing"
     writer.append(record(2))
     writer.append(record(3))
-    writer.checkpoint(4, {"w": torch.ones(2)}, {})
+    writer.checkpoint(4, {"w": torch.ones(2)}, {}, {})
     assert [path.name for path in checkpoints(tmp_path / "run")] == [
         "checkpoint-4.safetensors",
         "checkpoint-2.safetensors",
@@ -143,7 +146,7 @@ def test_a_full_disk_leaves_the_last_checkpoint_intact(
 
     monkeypatch.setattr(records, "save_file", full)
     with pytest.raises(StorageError, match=r"No space left.*last checkpoint is intact.*--resume"):
-        writer.checkpoint(3, {"w": torch.ones(50)}, {})
+        writer.checkpoint(3, {"w": torch.ones(50)}, {}, {})
     saved = read_run(tmp_path / "run")
     assert saved.checkpoint is not None
     assert saved.checkpoint.rounds == 2

@@ -28,9 +28,17 @@ def same(one: list[Turn], other: list[Turn]) -> bool:
     return records and all(torch.equal(a[name], b[name]) for name in a)
 
 
-@pytest.mark.parametrize("method", methods.names())
-def test_the_number_of_workers_changes_nothing(tmp_path: Path, method: str) -> None:
-    config = small_config(tmp_path, f"run.method={method}", "run.rounds=3")
+KINDS = [
+    *((f"run.method={name}",) for name in methods.names()),
+    ("compression.codec=kernel+", "compression.feedback=true", "aggregation.momentum=0.5"),
+    ("compression.codec=lowrank", "compression.feedback=true", "aggregation.step=0.7"),
+    ("run.method=heterofl", "compression.feedback=true", "aggregation.momentum=0.9"),
+]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_number_of_workers_changes_nothing(tmp_path: Path, kind: tuple[str, ...]) -> None:
+    config = small_config(tmp_path, *kind, "run.rounds=3")
     assert same(list(play(config, workers=1)), list(play(config, workers=2)))
 
 
@@ -44,9 +52,9 @@ def test_the_seed_decides_everything(tmp_path: Path) -> None:
     assert not same(first, list(play(other)))
 
 
-@pytest.mark.parametrize("method", methods.names())
-def test_going_on_from_any_round_ends_the_same(tmp_path: Path, method: str) -> None:
-    config = small_config(tmp_path, f"run.method={method}", "run.rounds=4")
+@pytest.mark.parametrize("kind", KINDS)
+def test_going_on_from_any_round_ends_the_same(tmp_path: Path, kind: tuple[str, ...]) -> None:
+    config = small_config(tmp_path, *kind, "run.rounds=4")
     whole = list(play(config))
     for turn in whole[:-1]:
         rest = list(play(config, start=turn.after))

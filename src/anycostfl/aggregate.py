@@ -8,6 +8,9 @@ every dimension after sorting, so its update is added through slices, without ma
 
 `Rules` add what a server needs that takes updates from machines it does not own: sizes clipped to
 their median, elements that too few sent left alone, trimmed means and medians of whoever sent them.
+A step size η and momentum μ are the server's, too; only where somebody sent element j,
+
+    v[j] ← μ v[j] + ũ[j],   w[j] ← w[j] − η v[j]
 
 Deviations: Theorem 1's ratio is bounded away from zero, as p* is singular at α = β = 1; the weights
 may also carry the device's sample count, which the paper leaves out.
@@ -18,15 +21,15 @@ from __future__ import annotations
 import math
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Annotated
+from dataclasses import dataclass, replace
+from typing import Annotated, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from anycostfl.checks import Count, FloatArray, Interval, OneOf, check_fields
+from anycostfl.checks import Count, FloatArray, Interval, OneOf, Positive, check_fields
 from anycostfl.errors import ConfigError
 from anycostfl.shrink.widths import WidthPlan, add
 from anycostfl.theory import divergence_ratio
@@ -53,12 +56,16 @@ class Rules:
     combine: `mean` is the paper's; `trimmed` and `median` take no weights and hold all updates of a
         round in memory.
     trim: the share that `trimmed` leaves out at either end.
+    step: how far the global model follows what the devices agree on.
+    momentum: how much of the last step of an element goes into its next one.
     """
 
     clip: Annotated[float, Interval(0.0)] = 5.0
     least: Count = 1
     combine: Annotated[str, OneOf(("mean", "trimmed", "median"))] = "mean"
     trim: Annotated[float, Interval(0.0, 0.5)] = 0.2
+    step: Positive = 1.0
+    momentum: Annotated[float, Interval(0.0, 0.999)] = 0.0
 
     def __post_init__(self) -> None:
         check_fields(self)
@@ -73,24 +80,58 @@ DEFENCE = Rules(clip=1.0, least=1, combine="mean")
 def aggregate(
     like: Mapping[str, Tensor], contributions: Iterable[Contribution], rules: Rules | None = None
 ) -> dict[str, Tensor]:
-    """The next global state: element by element, what is agreed upon is taken off.
+    """The next global state without momentum: what is agreed upon is taken off, element by element.
 
     Tensors that nobody sends (running statistics) stay as they are. Sums are kept in float64.
     """
-    rules = rules or Rules()
+    return advance(like, contributions, replace(rules or Rules(), momentum=0.0), {})[0]
+
+
+def advance(
+    like: Mapping[str, Tensor],
+    contributions: Iterable[Contribution],
+    rules: Rules,
+    velocity: Mapping[str, Tensor],
+) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """The next global state and velocity; the velocity is empty before the first round.
+
+    Without momentum it stays empty. It lives in global coordinates, so it moves with the channels.
+    """
     if rules.combine == "mean":
-        steps = _weighted_means(like, contributions, rules.least)
+        moves = _weighted_means(like, contributions, rules.least)
     else:
-        steps = _ranked_means(like, list(contributions), rules)
-    return {
-        name: (w.detach() - steps[name]).to(w.dtype) if name in steps else w.detach().clone()
+        moves = _ranked_means(like, list(contributions), rules)
+    if rules.momentum:
+        velocity = velocity or {n: torch.zeros_like(w.detach()) for n, w in like.items()}
+        velocity = {n: _carry(v, moves.get(n), rules.momentum) for n, v in velocity.items()}
+        moves = {n: m._replace(step=velocity[n].where(m.sent, 0.0)) for n, m in moves.items()}
+    state = {
+        name: (w.detach() - rules.step * moves[name].step).to(w.dtype)
+        if name in moves
+        else w.detach().clone()
         for name, w in like.items()
     }
+    return state, dict(velocity)
+
+
+class _Move(NamedTuple):
+    """What devices agree on for a tensor, 0 where too few sent anything, and where they did."""
+
+    step: Tensor
+    sent: Tensor
+
+
+def _carry(velocity: Tensor, move: _Move | None, momentum: float) -> Tensor:
+    """What nobody sent neither moves nor fades: there is nothing new to know about it."""
+    if move is None:
+        return velocity
+    carried = momentum * velocity.double() + move.step
+    return torch.where(move.sent, carried, velocity.double()).to(velocity.dtype)
 
 
 def _weighted_means(
     like: Mapping[str, Tensor], contributions: Iterable[Contribution], least: int
-) -> dict[str, Tensor]:
+) -> dict[str, _Move]:
     """Eq. (agg) in one pass; counts are kept only where more than one device must agree."""
     sums: dict[str, Tensor] = {}
     weights: dict[str, Tensor] = {}
@@ -106,18 +147,20 @@ def _weighted_means(
             add(weights[name], region, mask, contribution.weight)
             if least > 1:
                 add(counts[name], region, mask, 1.0)
-    steps = {n: total / torch.where(weights[n] > 0, weights[n], 1.0) for n, total in sums.items()}
-    if least > 1:
-        steps = {n: torch.where(counts[n] >= least, step, 0.0) for n, step in steps.items()}
-    return steps
+    moves = {}
+    for name, total in sums.items():
+        step = total / torch.where(weights[name] > 0, weights[name], 1.0)
+        enough = counts[name] >= least if least > 1 else weights[name] > 0
+        moves[name] = _Move(torch.where(enough, step, 0.0) if least > 1 else step, enough)
+    return moves
 
 
 def _ranked_means(
     like: Mapping[str, Tensor], contributions: Sequence[Contribution], rules: Rules
-) -> dict[str, Tensor]:
+) -> dict[str, _Move]:
     """The mean of the middle ranks among whoever sent an element."""
     names = dict.fromkeys(n for c in contributions for n in c.update.values)
-    steps = {}
+    moves = {}
     for name in names:
         shape = (len(contributions), *like[name].shape)
         values, sent = torch.zeros(shape, dtype=torch.float64), torch.zeros(shape)
@@ -125,11 +168,11 @@ def _ranked_means(
             if name in c.update.values:
                 add(values[i], c.plan.index[name], c.update.values[name], 1.0)
                 add(sent[i], c.plan.index[name], c.update.masks[name], 1.0)
-        steps[name] = _middle(values, sent > 0, rules)
-    return steps
+        moves[name] = _middle(values, sent > 0, rules)
+    return moves
 
 
-def _middle(values: Tensor, sent: Tensor, rules: Rules) -> Tensor:
+def _middle(values: Tensor, sent: Tensor, rules: Rules) -> _Move:
     count = sent.sum(0)
     out = (count - 1) // 2 if rules.combine == "median" else (rules.trim * count).floor().long()
     out = torch.minimum(out, (count - 1) // 2).clamp(min=0)
@@ -137,7 +180,8 @@ def _middle(values: Tensor, sent: Tensor, rules: Rules) -> Tensor:
     rank = torch.arange(len(values)).view(-1, *[1] * (values.dim() - 1))
     inside = (rank >= out) & (rank < count - out)
     mean = torch.where(inside, ordered, 0.0).sum(0) / (count - 2 * out).clamp(min=1)
-    return torch.where(count >= max(rules.least, 1), mean, 0.0)
+    enough = count >= max(rules.least, 1)
+    return _Move(torch.where(enough, mean, 0.0), enough)
 
 
 def size_of(update: Update) -> float:

@@ -22,6 +22,7 @@ from anycostfl import models
 from anycostfl.aggregate import Rules
 from anycostfl.attacks import Attack
 from anycostfl.checks import Count, Interval, OneOf, Positive, check_fields, rule_problems
+from anycostfl.codec import CODECS
 from anycostfl.errors import ConfigError, UnknownName
 from anycostfl.gate import Gate
 from anycostfl.types import FleetSpec, Limits, Profile, Workload
@@ -79,6 +80,22 @@ class Model:
 
 
 @dataclass(frozen=True, slots=True)
+class Compression:
+    """How updates become bytes, where the method leaves it open.
+
+    codec: the paper's `kernel`, `kernel+` or `lowrank`; STC, QSGD, UVeQFed, FedHQ and FedAvg have a
+        coding of their own.
+    feedback: keep what a payload could not carry for later rounds; unset: as the method does.
+    """
+
+    codec: Annotated[str, OneOf(CODECS)] = "kernel"
+    feedback: bool | None = None
+
+    def __post_init__(self) -> None:
+        check_fields(self)
+
+
+@dataclass(frozen=True, slots=True)
 class Run:
     """How long to train, with which method, from which seed."""
 
@@ -105,6 +122,7 @@ class Config:
     model: Model
     run: Run
     limits: Limits = field(default_factory=Limits)
+    compression: Compression = field(default_factory=Compression)
     aggregation: Rules = field(default_factory=Rules)
     gate: Gate = field(default_factory=Gate)
     attack: Attack = field(default_factory=Attack)
@@ -112,8 +130,9 @@ class Config:
     summary: str = ""
 
     def limits_of(self, method: str) -> Limits:
-        """The limits for a method, with the rate that the preset gives it if it plans none."""
-        return replace(self.limits, rate=self.rates.get(method, self.limits.rate))
+        """The limits for a method: its rate, if the preset gives it one, and the codec."""
+        rate = self.rates.get(method, self.limits.rate)
+        return replace(self.limits, rate=rate, codec=self.compression.codec)
 
 
 def preset_names() -> list[str]:

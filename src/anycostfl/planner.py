@@ -34,7 +34,6 @@ Deviations: Lemma 3 (both budgets always spent) holds only while no cap binds; s
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, fields
 
 import numpy as np
@@ -43,7 +42,7 @@ import numpy.typing as npt
 from anycostfl import cost
 from anycostfl.checks import FloatArray
 from anycostfl.errors import InfeasibleBudget
-from anycostfl.theory import RateDistortion
+from anycostfl.theory import MEASURED, quality
 from anycostfl.types import Binds, Devices, Limits, Reason, Strategies, Workload
 
 BLOCK = 8192  # devices solved together, so that every array stays in the processor's cache
@@ -73,15 +72,13 @@ class _Problem:
         return _Problem(*(getattr(self, item.name)[index] for item in fields(self)))
 
 
-def plan_strategies(
-    devices: Devices, workload: Workload, limits: Limits, codec: RateDistortion | None = None
-) -> Strategies:
+def plan_strategies(devices: Devices, workload: Workload, limits: Limits) -> Strategies:
     """The strategy of largest gain for every device, within its budgets and all caps.
 
     The gain is α⁴β, or α⁴·q(β) with a codec that was measured.
     """
     blocks = [
-        _plan_block(devices.take(slice(start, start + BLOCK)), workload, limits, codec)
+        _plan_block(devices.take(slice(start, start + BLOCK)), workload, limits)
         for start in range(0, max(len(devices), 1), BLOCK)
     ]
     return Strategies(
@@ -224,9 +221,7 @@ def _meets_all(
     return inside
 
 
-def _plan_block(
-    devices: Devices, workload: Workload, limits: Limits, codec: RateDistortion | None
-) -> Strategies:
+def _plan_block(devices: Devices, workload: Workload, limits: Limits) -> Strategies:
     problem = _pose(devices, workload)
     alpha_most = _largest_alpha(problem, limits.beta_min)
     alpha_rich = _largest_alpha(problem, limits.beta_max)
@@ -234,25 +229,14 @@ def _plan_block(
     alpha = np.maximum(alpha, limits.alpha_min)
     feasible = alpha_most >= limits.alpha_min * (1.0 - ROUNDING)
     capped = alpha <= alpha_rich
-    quality = codec.quality if codec else _paper_quality
-    searched = problem.overhead > 0 if codec is None else np.ones(len(alpha), np.bool_)
+    searched = (problem.overhead > 0) | (limits.codec in MEASURED)
     if len(some := np.flatnonzero(searched)):
-        parts = _search_alpha(problem.take(some), limits, quality)
+        parts = _search_alpha(problem.take(some), limits)
         alpha[some], feasible[some], capped[some] = parts
     beta, frequency = _spend(problem, limits, alpha, capped=capped)
     return _describe(
-        devices,
-        workload,
-        limits,
-        (alpha, beta, frequency),
-        shown=feasible,
-        feasible=feasible,
-        quality=quality,
+        devices, workload, limits, (alpha, beta, frequency), shown=feasible, feasible=feasible
     )
-
-
-def _paper_quality(beta: FloatArray) -> FloatArray:
-    return beta
 
 
 def _pose(devices: Devices, workload: Workload) -> _Problem:
@@ -305,13 +289,13 @@ def _largest_alpha(p: _Problem, beta: float) -> FloatArray:
 
 
 def _search_alpha(
-    p: _Problem, limits: Limits, quality: Callable[[FloatArray], FloatArray]
+    p: _Problem, limits: Limits
 ) -> tuple[FloatArray, npt.NDArray[np.bool_], npt.NDArray[np.bool_]]:
     """The best α, where there is one, and where it affords β^max."""
 
     def gain(alpha: FloatArray) -> FloatArray:
         beta = _longest_upload(p, p.cycles * (alpha + p.overhead))[0] / (alpha * p.upload)
-        value = (alpha * alpha) ** 2 * quality(np.clip(beta, 0.0, limits.beta_max))
+        value = (alpha * alpha) ** 2 * quality(limits.codec, np.clip(beta, 0.0, limits.beta_max))
         # Past the last affordable α the value falls on, so that the peak stays the only one.
         return np.where(beta >= limits.beta_min * (1.0 - ROUNDING), value, -alpha)
 
@@ -382,17 +366,18 @@ def _describe(
     *,
     shown: npt.NDArray[np.bool_],
     feasible: npt.NDArray[np.bool_],
-    quality: Callable[[FloatArray], FloatArray] = _paper_quality,
 ) -> Strategies:
     """What the chosen (α, β, f) cost and gain, and what binds; zeros where not shown."""
     alpha, beta, frequency = (np.where(shown, part, 0.0) for part in chosen)
     safe = np.where(shown, frequency, devices.frequency_max_hz)
     latency, energy = cost.round_cost(devices, workload, alpha, beta, safe)
+    worth = quality(limits.codec, beta)
     return Strategies(
         alpha=alpha,
         beta=beta,
         frequency_hz=frequency,
-        gain=(alpha * alpha) ** 2 * quality(beta),
+        quality=worth,
+        gain=(alpha * alpha) ** 2 * worth,
         latency_s=latency,
         energy_j=energy,
         latency_slack_s=np.where(shown, devices.latency_s - latency, 0.0),

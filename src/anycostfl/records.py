@@ -5,7 +5,7 @@
     rounds.jsonl         one round per line, the same bytes whenever the run is repeated
     rounds.copy.jsonl    the same once more, for lines that get damaged
     timing.jsonl         wall seconds per round, which are not
-    checkpoint-N.safetensors   the global state and all memories after N rounds
+    checkpoint-N.safetensors   the global state, its velocity and all memories after N rounds
     widths.json          accuracy and cost of sub-models, if they were measured
     report.html          a page that shows all this, written by `anycostfl.report`
 
@@ -61,6 +61,7 @@ class Checkpoint:
     rounds: int
     state: dict[str, Tensor]
     memories: dict[int, dict[str, Tensor]]
+    velocity: dict[str, Tensor]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -111,9 +112,16 @@ class RunWriter:
             _append(self.folder / COPY, line)
             _append(self.folder / TIMING, json.dumps(timing))
 
-    def checkpoint(self, rounds: int, state: Mapping[str, Tensor], memories: Memories) -> None:
+    def checkpoint(
+        self,
+        rounds: int,
+        state: Mapping[str, Tensor],
+        memories: Memories,
+        velocity: Mapping[str, Tensor],
+    ) -> None:
         """Save the state after so many rounds, then forget older ones."""
         tensors = {f"model/{name}": t for name, t in state.items()}
+        tensors |= {f"velocity/{name}": t for name, t in velocity.items()}
         tensors |= {f"memory/{i}/{n}": t for i, m in memories.items() for n, t in m.items()}
         path = self.folder / f"checkpoint-{rounds}.safetensors"
         part = path.with_suffix(".part")
@@ -276,14 +284,17 @@ def _read_checkpoint(path: Path) -> Checkpoint:
         raise ValueError("its checksum does not match")
     state: dict[str, Tensor] = {}
     memories: dict[int, dict[str, Tensor]] = {}
+    velocity: dict[str, Tensor] = {}
     for key, tensor in tensors.items():
         kind, _, name = key.partition("/")
         if kind == "model":
             state[name] = tensor
+        elif kind == "velocity":
+            velocity[name] = tensor
         else:
             device, _, name = name.partition("/")
             memories.setdefault(int(device), {})[name] = tensor
-    return Checkpoint(int(about["rounds"]), state, memories)
+    return Checkpoint(int(about["rounds"]), state, memories, velocity)
 
 
 def _checksum(tensors: Mapping[str, Tensor]) -> str:

@@ -19,7 +19,7 @@ from anycostfl.config import Config, to_toml
 from anycostfl.errors import PayloadError
 from anycostfl.fleet import Cohort
 from anycostfl.methods import Method, State, Upload
-from anycostfl.shrink import ElasticModel, WidthPlan, calibration_batches, recalibrate
+from anycostfl.shrink import WidthPlan, calibration_batches, recalibrate
 from anycostfl.types import (
     Binds,
     DeviceRecord,
@@ -63,20 +63,21 @@ def assign(
     by_samples = side.method.by_samples if asked is None else asked
     held = side.sample_counts().numpy()[cohort.index]  # of the split, not what devices claim
     samples = held[able].astype(np.float64) if by_samples else np.ones(len(able))
-    weights = side.method.weigh(strategies.alpha[able], strategies.beta[able], samples)
+    weights = side.method.weigh(strategies.alpha[able], strategies.quality[able], samples)
     return [
-        _assign_one(config, side.net, strategies, number, (i, int(cohort.index[i]), weight))
+        _assign_one(config, side, strategies, number, (i, int(cohort.index[i]), weight))
         for i, weight in zip(able.tolist(), weights.tolist(), strict=True)
     ]
 
 
 def _assign_one(
     config: Config,
-    net: ElasticModel,
+    side: DeviceSide,
     strategies: Strategies,
     number: int,
     who: tuple[int, int, float],
 ) -> Assignment:
+    net, asked = side.net, config.compression.feedback
     position, device, weight = who
     plan = net.plan(float(strategies.alpha[position]))
     trained = (name for name, p in net.module.named_parameters() if p.requires_grad)
@@ -88,6 +89,8 @@ def _assign_one(
         seed=draw_seed(config.run.seed, number, device, Purpose.QUANTIZE),
         binding=binding(config, number, device, plan),
         blocks=net.blocks(),
+        codec=config.compression.codec,
+        feedback=side.method.feedback if asked is None else asked,
     )
     shuffle = draw_seed(config.run.seed, number, device, Purpose.SHUFFLE)
     return Assignment(position, device, plan, shapes, upload, shuffle, weight)

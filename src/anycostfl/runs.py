@@ -21,11 +21,16 @@ from anycostfl.types import RoundRecord
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Snapshot:
-    """Everything the next round needs: its number, the global state, memories, who is benched."""
+    """Everything the next round needs.
+
+    Its number, the global state, what devices remember, how the global state moves by momentum,
+    who is benched.
+    """
 
     round: int
     state: Mapping[str, Tensor]
     memories: Mapping[int, State]
+    velocity: State = field(default_factory=dict)
     bench: Bench = field(default_factory=Bench)
 
 
@@ -55,11 +60,14 @@ def take_up(folder: Path) -> Stopped:
     """Open a run directory to go on from its newest whole checkpoint."""
     saved, writer = open_run(folder)
     config, point = parse_config(saved.config, str(folder)), saved.checkpoint
-    bench = bench_of(saved.records, config.gate)
+    start = None
+    if point is not None:
+        bench = bench_of(saved.records, config.gate)
+        start = Snapshot(point.rounds, point.state, point.memories, point.velocity, bench)
     return Stopped(
         config=config,
         records=list(saved.records),
-        start=Snapshot(point.rounds, point.state, point.memories, bench) if point else None,
+        start=start,
         writer=writer,
         remarks=saved.remarks,
     )
@@ -73,11 +81,11 @@ def keep(turns: Turns, config: Config, writer: RunWriter) -> Turns:
             latest = turn.after
             writer.append(turn.record)
             if latest.round % config.run.checkpoint_every == 0 or latest.round == config.run.rounds:
-                writer.checkpoint(latest.round, latest.state, latest.memories)
+                writer.checkpoint(latest.round, latest.state, latest.memories, latest.velocity)
                 saved = latest.round
             yield turn
     except (KeyboardInterrupt, GeneratorExit):
         turns.close()
         if latest is not None and latest.round > saved:
-            writer.checkpoint(latest.round, latest.state, latest.memories)
+            writer.checkpoint(latest.round, latest.state, latest.memories, latest.velocity)
         raise

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from anycostfl import attacks
-from anycostfl.aggregate import aggregate
+from anycostfl.aggregate import advance
 from anycostfl.config import Config, load_profile
 from anycostfl.coupling import tensors_of
 from anycostfl.experiment import prepare
@@ -39,16 +39,18 @@ def play(config: Config, *, workers: int = 1, start: Snapshot | None = None) -> 
     everyone = range(config.fleet.devices)
     liars = attacks.liars(config.attack, config.fleet.devices, config.run.seed)
     memories: dict[int, State] = {}
+    velocity: State = {}
     bench = Bench()
     if start is not None:
         net.load(start.state)
-        memories, bench = dict(start.memories), start.bench
+        memories, velocity, bench = dict(start.memories), start.velocity, start.bench
 
     with one_thread(), open_executor(side, workers) as executor:
         for number in range(start.round if start else 0, config.run.rounds):
             if method.sorts_channels:
                 order = net.sort_channels()
                 memories = {i: net.permute(memory, order) for i, memory in memories.items()}
+                velocity = net.permute(velocity, order) if velocity else velocity
 
             cohort = draw_cohort(
                 config.fleet,
@@ -64,7 +66,8 @@ def play(config: Config, *, workers: int = 1, start: Snapshot | None = None) -> 
             replies = executor.perform([a.job(memories, liars) for a in assignments])
             outcomes = receive(method, assignments, replies)
             updates = accepted(method, outcomes, config.aggregation)
-            net.load(aggregate(tensors_of(net.module), updates, config.aggregation))
+            state, velocity = advance(tensors_of(net.module), updates, config.aggregation, velocity)
+            net.load(state)
             memories |= {o.reply.device: o.reply.memory for o in outcomes if o.reply.memory}
 
             accuracy = evaluate(side, executor) if is_due(config, number) else None
@@ -73,4 +76,4 @@ def play(config: Config, *, workers: int = 1, start: Snapshot | None = None) -> 
             record = RoundRecord(number, accuracy, devices + benched(bench, drawn.tolist(), number))
             bench = bench.after(record, config.gate)
             state = {name: t.detach().clone() for name, t in tensors_of(net.module).items()}
-            yield Turn(record, Snapshot(number + 1, state, dict(memories), bench))
+            yield Turn(record, Snapshot(number + 1, state, dict(memories), velocity, bench))

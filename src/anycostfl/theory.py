@@ -101,6 +101,13 @@ MEASURED = {
 paper's; the paper's is planned for as the paper says."""
 
 
+def quality(codec: str, beta: npt.ArrayLike) -> FloatArray:
+    """q(β) of a codec: measured, or β itself for the paper's."""
+    if codec in MEASURED:
+        return MEASURED[codec].quality(beta)
+    return np.asarray(beta, np.float64)
+
+
 def learning_gain(alpha: npt.ArrayLike, beta: npt.ArrayLike) -> FloatArray:
     """The gain α⁴β, the share of effective information an update carries."""
     gain: FloatArray = np.asarray(alpha, np.float64) ** 4 * np.asarray(beta, np.float64)

@@ -65,13 +65,15 @@ class Workload:
 class Limits:
     """The caps on α and β of (P1); those on f belong to each device.
 
-    `rate` is for methods that plan no β: αβ, what a device uploads relative to S.
+    `rate` is for methods that plan no β: αβ, what a device uploads relative to S. `codec` is what
+    updates are coded with; the gain of a measured one is its own (`theory.quality`).
     """
 
     alpha_min: Annotated[float, Interval(0.0, 1.0, open_low=True)] = 0.25
     beta_min: Annotated[float, Interval(0.0, 1.0), AtMost("beta_max")] = 0.0
     beta_max: Annotated[float, Interval(0.0, 1.0, open_low=True)] = 1 / 15
     rate: Annotated[float | None, Interval(0.0, 1.0, open_low=True)] = None
+    codec: str = "kernel"
 
     def __post_init__(self) -> None:
         check_fields(self)
@@ -160,6 +162,9 @@ class Strategy:
 class Strategies:
     """One strategy per device, as arrays; a device that sits out has zeros everywhere.
 
+    `quality` is what β is worth with the codec: β itself for the paper's, so that the gain is
+    α⁴·quality.
+
     `latency_floor_s` and `energy_floor_j` are the least time (at f^max) and the least energy (at
     f^min) of any strategy. `least_latency_s` is the least latency budget under which the device
     could take part with its energy budget, raised to the floor if it is below, and
@@ -169,6 +174,7 @@ class Strategies:
     alpha: FloatArray
     beta: FloatArray
     frequency_hz: FloatArray
+    quality: FloatArray
     gain: FloatArray
     latency_s: FloatArray
     energy_j: FloatArray

@@ -27,8 +27,9 @@ from anycostfl import methods, models
 from anycostfl.attacks import corrupt
 from anycostfl.coupling import tensors_of
 from anycostfl.errors import AnycostError, BetaError, UpdateError
-from anycostfl.methods import Method, State, Upload
-from anycostfl.shrink import ElasticModel
+from anycostfl.feedback import encode_with_feedback, no_residual
+from anycostfl.methods import State, Upload
+from anycostfl.shrink import ElasticModel, SubModel
 from anycostfl.train import TrainOptions, count_correct, train
 
 TEST_CHUNK = 1000
@@ -126,13 +127,26 @@ class DeviceSide:
     def perform(self, job: Job) -> Reply:
         """Cut the device's sub-model and let the device work on its own samples."""
         chosen = self.samples_of(job.device)
-        return work(
-            self.net.shrink(job.alpha).module,
-            (self.shared.train_images[chosen], self.shared.train_labels[chosen]),
-            self.shared.options,
-            self.method,
-            job,
-        )
+        samples = self.shared.train_images[chosen], self.shared.train_labels[chosen]
+        return self.work(self.net.shrink(job.alpha), samples, job)
+
+    def work(self, sub: SubModel, samples: tuple[Tensor, Tensor], job: Job) -> Reply:
+        """What a device does with its sub-model: train, compress (Sec. III-A.1 and III-A.2)."""
+        self.method.prepare(sub.module, job.alpha)
+        draw = torch.Generator().manual_seed(job.seed)
+        update = train(sub.module, *samples, self.shared.options, draw)
+        if job.lie:
+            update = corrupt(update, job.lie, job.seed)
+        try:
+            if not job.upload.feedback:
+                return Reply(job.device, self.method.encode(update, job.upload))
+            residual = job.memory or no_residual(dict(self.net.module.named_parameters()))
+            payload, left = encode_with_feedback(
+                self.method, update, job.upload, residual, sub.plan
+            )
+        except (UpdateError, BetaError) as error:
+            return Reply(job.device, error=str(error), memory=job.memory)
+        return Reply(job.device, payload, memory=left)
 
     def samples_of(self, device: int) -> Tensor:
         """The indices of a device's training samples."""
@@ -159,25 +173,6 @@ class DeviceSide:
             channels_last=options.channels_last,
             device=options.device,
         )
-
-
-def work(
-    module: nn.Module,
-    samples: tuple[Tensor, Tensor],
-    options: TrainOptions,
-    method: Method,
-    job: Job,
-) -> Reply:
-    """What a device does with its sub-model: train, compress (Sec. III-A.1 and III-A.2)."""
-    method.prepare(module, job.alpha)
-    update = train(module, *samples, options, torch.Generator().manual_seed(job.seed))
-    if job.lie:
-        update = corrupt(update, job.lie, job.seed)
-    try:
-        payload, memory = method.encode(update, job.upload, job.memory)
-    except (UpdateError, BetaError) as error:
-        return Reply(job.device, error=str(error), memory=job.memory)
-    return Reply(job.device, payload, memory=memory)
 
 
 def bind(module: nn.Module, tensors: Mapping[str, Tensor]) -> None:

@@ -1,9 +1,9 @@
 """The device's half of a round, as a Flower ClientApp.
 
-A device says who it is and what it can afford (`offer`), and performs its task with `workers.work`,
-as a simulated device does. It keeps the data and the traced model between messages as long as its
-process lives; what a method has it remember lies in Flower's context, for the last round and the
-one before, so that a round which the server has to repeat starts from the same memory.
+A device says who it is and what it can afford (`offer`), and performs its task as a simulated
+device does (`DeviceSide.work`). It keeps the data and the traced model between messages as long as
+its process lives; what it has left over (`feedback`) lies in Flower's context, for the last round
+and the one before, so that a round which the server has to repeat starts from the same memory.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import torch
 from flwr.app import ConfigRecord, Context, Message, RecordDict
 from flwr.app.user_config import UserConfig
 from flwr.clientapp import ClientApp
-from torch import Tensor, nn
+from torch import Tensor
 
 from anycostfl.config import Config, load_profile, parse_config
 from anycostfl.coupling import tensors_of
@@ -37,8 +37,9 @@ from anycostfl.flower.messages import (
     unpack_weights,
 )
 from anycostfl.methods import State
+from anycostfl.shrink import SubModel
 from anycostfl.types import Devices, Profile, make_devices
-from anycostfl.workers import DeviceSide, Job, Reply, work
+from anycostfl.workers import DeviceSide, Job, Reply
 
 app = ClientApp()
 
@@ -150,9 +151,9 @@ class Device:
         side = self.side
         upload = replace(task.upload, blocks=side.net.blocks())
         job = Job(task.device, task.alpha, upload, task.seed, memory)
-        return work(self.submodel(task), self.samples(), side.shared.options, side.method, job)
+        return side.work(self.submodel(task), self.samples(), job)
 
-    def submodel(self, task: Task) -> nn.Module:
+    def submodel(self, task: Task) -> SubModel:
         """The sub-model of a task, with the weights that came with it."""
         net = self.side.net
         sub = net.shrink(task.alpha)
@@ -166,7 +167,7 @@ class Device:
         with torch.no_grad():
             for name, tensor in sent.items():
                 own[name].copy_(tensor)
-        return sub.module
+        return sub
 
     def samples(self) -> tuple[Tensor, Tensor]:
         """The images and labels this device trains on."""

@@ -26,7 +26,7 @@ from flwr.app.user_config import UserConfig
 from flwr.common.logger import log
 from flwr.serverapp import Grid, ServerApp
 
-from anycostfl.aggregate import aggregate
+from anycostfl.aggregate import advance
 from anycostfl.config import Config
 from anycostfl.coupling import tensors_of
 from anycostfl.errors import AnycostError
@@ -120,10 +120,11 @@ def play(
     net, method = side.net, side.method
     roster = Roster(PostOffice(grid), config, terms)
     moved: dict[int, State] = {}
+    velocity: State = {}
     bench = Bench()
     if start is not None:
         net.load(start.state)
-        moved, bench = dict(start.memories), start.bench
+        moved, velocity, bench = dict(start.memories), start.velocity, start.bench
     limits = config.limits_of(config.run.method)
     first = start.round if start else 0
     pace = pace or Pace()
@@ -134,6 +135,7 @@ def play(
             if method.sorts_channels:
                 order = net.sort_channels()
                 moved = {device: follow(before, order) for device, before in moved.items()}
+                velocity = net.permute(velocity, order) if velocity else velocity
 
             least = terms.wait_for if number == first else terms.min_replies
             gathered = roster.gather(number, least, bench)
@@ -151,7 +153,8 @@ def play(
             replies = (answer.reply for answer in answers)
             outcomes = enough(receive(method, assignments, replies), terms.min_replies)
             updates = accepted(method, outcomes, config.aggregation)
-            net.load(aggregate(tensors_of(net.module), updates, config.aggregation))
+            state, velocity = advance(tensors_of(net.module), updates, config.aggregation, velocity)
+            net.load(state)
             if method.sorts_channels:
                 moved |= {a.reply.device: stay(net) for a in answers if a.remembers}
             pace.lap("aggregate_s")
@@ -163,7 +166,7 @@ def play(
             bench = bench.after(record, config.gate)
             state = {name: t.detach().clone() for name, t in tensors_of(net.module).items()}
             pace.lap("evaluate_s")
-            yield Turn(record, Snapshot(number + 1, state, dict(moved), bench))
+            yield Turn(record, Snapshot(number + 1, state, dict(moved), velocity, bench))
             pace.lap("write_s")
             pace.end()
 

@@ -21,7 +21,7 @@ from flwr.common.logger import log
 from flwr.serverapp import Grid
 from flwr.serverapp.strategy import Strategy
 
-from anycostfl.aggregate import aggregate
+from anycostfl.aggregate import advance
 from anycostfl.config import Config, to_toml
 from anycostfl.coupling import tensors_of
 from anycostfl.experiment import prepare
@@ -56,6 +56,7 @@ class AnycostStrategy(Strategy):
         self.records: list[RoundRecord] = []
         self._side = prepare(config)
         self._moved: dict[int, State] = {}
+        self._velocity: State = {}
         self._bench = Bench()
         self._sent: _Sent | None = None
 
@@ -80,6 +81,7 @@ class AnycostStrategy(Strategy):
         if method.sorts_channels:
             order = net.sort_channels()
             self._moved = {device: follow(before, order) for device, before in self._moved.items()}
+            self._velocity = net.permute(self._velocity, order) if self._velocity else {}
         ask = Ask(to_toml(self.config), number)
         nodes = self._offers(grid, ask)
         seed, fleet = self.config.run.seed, self.config.fleet
@@ -124,7 +126,9 @@ class AnycostStrategy(Strategy):
         ]
         net, method, rules = self._side.net, self._side.method, self.config.aggregation
         outcomes = receive(method, sent.assignments, (answer.reply for answer in answers))
-        net.load(aggregate(tensors_of(net.module), accepted(method, outcomes, rules), rules))
+        updates = accepted(method, outcomes, rules)
+        state, self._velocity = advance(tensors_of(net.module), updates, rules, self._velocity)
+        net.load(state)
         if method.sorts_channels:
             self._moved |= {a.reply.device: stay(net) for a in answers if a.remembers}
         due = is_due(self.config, number)

@@ -1,7 +1,7 @@
 """Federated methods, one file each: `methods/NAME.py` has a constant `METHOD`, maybe `VARIANTS`.
 
-A method is five functions. The simulator and the Flower adapter call them in the same order; what a
-device remembers between rounds is passed in and returned, never hidden.
+A method is five functions. The simulator and the Flower adapter call them in the same order. None
+remembers anything: what a device keeps from round to round is the residual of `feedback`.
 """
 
 from __future__ import annotations
@@ -27,13 +27,17 @@ class Upload:
     """What a device must know to encode its update.
 
     `beta` is relative to 32 bits for each element of the update itself; `blocks` says how many
-    consecutive inputs one channel owns; `binding` ties the payload to run, round, device and plan.
+    consecutive inputs one channel owns; `binding` ties the payload to run, round, device and plan;
+    `codec` is for methods that have no coding of their own; with `feedback` the device keeps what
+    the payload could not carry for later rounds.
     """
 
     beta: float
     seed: int
     binding: bytes
     blocks: Mapping[str, int] = field(default_factory=dict)
+    codec: str = "kernel"
+    feedback: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,20 +45,23 @@ class Method:
     """One federated method.
 
     plan: the strategy of every device of the cohort, on the server.
-    encode: an update, how to upload it and what the device remembers → payload, new memory.
+    encode: an update and how to upload it → payload.
     decode: payload, expected shapes and binding → update; PayloadError on anything malformed.
-    weigh: α, β and sample counts of those who take part → aggregation weights; the counts are all
-        one unless the method weighs by them (`by_samples`) or the configuration asks for it.
+    weigh: α, the quality of β (mostly β) and sample counts of those who take part →
+        aggregation weights; the counts are all one unless the method weighs by them (`by_samples`)
+        or the configuration asks for it.
     prepare: what a device does to a sub-model of factor α before it trains; mostly nothing.
+    feedback: whether error feedback is part of the method; the configuration may ask otherwise.
     """
 
     summary: str
     plan: Callable[[Devices, Workload, Limits], Strategies]
-    encode: Callable[[State, Upload, State | None], tuple[bytes, State | None]]
+    encode: Callable[[State, Upload], bytes]
     decode: Callable[[bytes, Shapes, bytes], Update]
     weigh: Callable[[FloatArray, FloatArray, FloatArray], FloatArray]
     sorts_channels: bool
     by_samples: bool = False
+    feedback: bool = False
     prepare: Callable[[nn.Module, float], None] = field(default=lambda _module, _alpha: None)
 
 

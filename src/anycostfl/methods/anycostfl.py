@@ -20,12 +20,16 @@ from anycostfl.planner import fixed_strategies, plan_strategies
 from anycostfl.types import Devices, Limits, Strategies, Update, Workload, counting_all
 
 
-def encode(update: State, upload: Upload, memory: State | None) -> tuple[bytes, State | None]:
-    """Flexible gradient compression (Sec. III-C); remembers nothing."""
-    payload = compress(
-        update, upload.beta, seed=upload.seed, blocks=upload.blocks, binding=upload.binding
+def encode(update: State, upload: Upload) -> bytes:
+    """Flexible gradient compression (Sec. III-C)."""
+    return compress(
+        update,
+        upload.beta,
+        seed=upload.seed,
+        codec=upload.codec,
+        blocks=upload.blocks,
+        binding=upload.binding,
     )
-    return payload, memory
 
 
 def decode(payload: bytes, shapes: Shapes, binding: bytes) -> Update:
@@ -62,9 +66,9 @@ def plan_uncompressed(devices: Devices, workload: Workload, limits: Limits) -> S
     return fixed_strategies(devices, workload, alpha=alpha, beta=np.ones(len(devices)))
 
 
-def encode_dense(update: State, upload: Upload, memory: State | None) -> tuple[bytes, State | None]:
+def encode_dense(update: State, upload: Upload) -> bytes:
     """32 bits for every element."""
-    return pack_dense(update, binding=upload.binding), memory
+    return pack_dense(update, binding=upload.binding)
 
 
 def decode_dense(payload: bytes, shapes: Shapes, binding: bytes) -> Update:

@@ -22,9 +22,9 @@ def plan(devices: Devices, workload: Workload, limits: Limits) -> Strategies:
     return fixed_strategies(devices, workload, alpha=ones, beta=ones)
 
 
-def encode(update: State, upload: Upload, memory: State | None) -> tuple[bytes, State | None]:
+def encode(update: State, upload: Upload) -> bytes:
     """32 bits for every element."""
-    return pack_dense(update, binding=upload.binding), memory
+    return pack_dense(update, binding=upload.binding)
 
 
 def decode(payload: bytes, shapes: Shapes, binding: bytes) -> Update:

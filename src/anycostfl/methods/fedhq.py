@@ -38,8 +38,8 @@ def plan(devices: Devices, workload: Workload, limits: Limits) -> Strategies:
     return fixed_strategies(devices, workload, alpha=np.ones(len(devices)), beta=beta)
 
 
-def encode(update: State, upload: Upload, memory: State | None) -> tuple[bytes, State | None]:
-    """As many levels as the rate pays for; remembers nothing."""
+def encode(update: State, upload: Upload) -> bytes:
+    """As many levels as the rate pays for."""
     flat = flatten(update)
     tie = bond(upload.binding, {name: tensor.shape for name, tensor in update.items()})
 
@@ -52,7 +52,7 @@ def encode(update: State, upload: Upload, memory: State | None) -> tuple[bytes, 
     # About three elements that are not drawn as zero fit into two bytes.
     mean = max(float(np.abs(flat).mean()), 1e-30) if flat.size else 1.0
     start = 1.5 * budget / max(flat.size, 1) * float(np.abs(flat).max(initial=0.0)) / mean
-    return fill(budget, start, MAX_LEVELS, payload_of), memory
+    return fill(budget, start, MAX_LEVELS, payload_of)
 
 
 def quantize(flat: Floats, levels: int, chance: Floats) -> Sparse:

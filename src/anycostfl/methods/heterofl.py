@@ -52,12 +52,16 @@ def prepare(module: nn.Module, alpha: float) -> None:
         layer.register_forward_hook(scale)
 
 
-def encode(update: State, upload: Upload, memory: State | None) -> tuple[bytes, State | None]:
-    """The kernel codec; remembers nothing."""
-    payload = compress(
-        update, upload.beta, seed=upload.seed, blocks=upload.blocks, binding=upload.binding
+def encode(update: State, upload: Upload) -> bytes:
+    """The kernel codec, unless another one is asked for."""
+    return compress(
+        update,
+        upload.beta,
+        seed=upload.seed,
+        codec=upload.codec,
+        blocks=upload.blocks,
+        binding=upload.binding,
     )
-    return payload, memory
 
 
 def decode(payload: bytes, shapes: Shapes, binding: bytes) -> Update:

@@ -44,8 +44,8 @@ def plan(devices: Devices, workload: Workload, limits: Limits) -> Strategies:
     return fixed_strategies(devices, workload, alpha=ones, beta=ones * (limits.rate or RATE))
 
 
-def encode(update: State, upload: Upload, memory: State | None) -> tuple[bytes, State | None]:
-    """Top-k, then stochastic levels; remembers nothing."""
+def encode(update: State, upload: Upload) -> bytes:
+    """Top-k, then stochastic levels."""
     flat = flatten(update)
     tie = bond(upload.binding, {name: tensor.shape for name, tensor in update.items()})
     ranked = Ranked(flat)
@@ -54,7 +54,7 @@ def encode(update: State, upload: Upload, memory: State | None) -> tuple[bytes, 
         return pack_sparse(quantize(flat, ranked, count, upload.seed), tie)
 
     budget = byte_budget(upload.beta, flat.size)
-    return fill(budget, 1.0 * budget, ranked.most, payload_of), memory
+    return fill(budget, 1.0 * budget, ranked.most, payload_of)
 
 
 def quantize(flat: Floats, ranked: Ranked, count: int, seed: int) -> Sparse:

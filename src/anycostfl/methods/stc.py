@@ -2,8 +2,9 @@
 
     v = u + r,   ũ[j] = μ·sgn(v[j]) on the k largest |v|, μ = mean of those |v|,   r ← v − ũ
 
-Positions are Golomb-coded, signs are one bit each. Full width at a fixed rate; the clock meets the
-latency budget. Elements that were not sent count as zero, as in the original.
+The residual r is `feedback`'s. Positions are Golomb-coded, signs are one bit each. Full width at a
+fixed rate; the clock meets the latency budget. Elements that were not sent count as zero, as in the
+original.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ import numpy as np
 
 from anycostfl.checks import FloatArray
 from anycostfl.codec import byte_budget
-from anycostfl.codec.flat import all_of, flatten, unflatten
+from anycostfl.codec.flat import all_of, flatten
 from anycostfl.codec.frame import bond
 from anycostfl.codec.kernels import Floats
 from anycostfl.codec.sparse import Layout, Ranked, Sparse, fill, pack_sparse, unpack_sparse
@@ -29,19 +30,17 @@ def plan(devices: Devices, workload: Workload, limits: Limits) -> Strategies:
     return fixed_strategies(devices, workload, alpha=ones, beta=ones * (limits.rate or RATE))
 
 
-def encode(update: State, upload: Upload, memory: State | None) -> tuple[bytes, State | None]:
-    """Sparse ternary compression with error feedback."""
-    shapes = {name: tensor.shape for name, tensor in update.items()}
-    wanted = flatten(update) + (flatten(memory) if memory else np.float32(0))
-    ranked, tie = Ranked(wanted), bond(upload.binding, shapes)
+def encode(update: State, upload: Upload) -> bytes:
+    """Sparse ternary compression."""
+    wanted = flatten(update)
+    tie = bond(upload.binding, {name: tensor.shape for name, tensor in update.items()})
+    ranked = Ranked(wanted)
 
     def payload_of(count: int) -> bytes:
         return pack_sparse(ternary(wanted, ranked, count), tie)
 
     budget = byte_budget(upload.beta, wanted.size)
-    payload = fill(budget, 1.5 * budget, ranked.most, payload_of)
-    sent = _values(unpack_sparse(payload, tie, Layout(wanted.size, scalars=1)))
-    return payload, unflatten(wanted - sent, shapes)
+    return fill(budget, 1.5 * budget, ranked.most, payload_of)
 
 
 def ternary(wanted: Floats, ranked: Ranked, count: int) -> Sparse:
@@ -52,16 +51,13 @@ def ternary(wanted: Floats, ranked: Ranked, count: int) -> Sparse:
     return Sparse(kept, (size,), np.where(chosen > 0, 0, -1))
 
 
-def _values(sparse: Sparse) -> Floats:
-    flat = np.zeros(sparse.kept.size, np.float32)
-    flat[sparse.kept] = np.where(sparse.integers < 0, -1, 1) * np.float32(sparse.scalars[0])
-    return flat
-
-
 def decode(payload: bytes, shapes: Shapes, binding: bytes) -> Update:
     """The ternary update."""
-    layout = Layout(elements(shapes), scalars=1)
-    return all_of(_values(unpack_sparse(payload, bond(binding, shapes), layout)), shapes)
+    count = elements(shapes)
+    sparse = unpack_sparse(payload, bond(binding, shapes), Layout(count, scalars=1))
+    flat = np.zeros(count, np.float32)
+    flat[sparse.kept] = np.where(sparse.integers < 0, -1, 1) * np.float32(sparse.scalars[0])
+    return all_of(flat, shapes)
 
 
 def weigh(alpha: FloatArray, beta: FloatArray, samples: FloatArray) -> FloatArray:
@@ -78,4 +74,5 @@ METHOD = Method(
     decode=decode,
     weigh=weigh,
     sorts_channels=False,
+    feedback=True,
 )

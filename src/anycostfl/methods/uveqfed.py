@@ -61,8 +61,8 @@ def dither(binding: bytes, pairs: int) -> Doubles:
     return inside
 
 
-def encode(update: State, upload: Upload, memory: State | None) -> tuple[bytes, State | None]:
-    """Top-k, then the dithered lattice; remembers nothing."""
+def encode(update: State, upload: Upload) -> bytes:
+    """Top-k, then the dithered lattice."""
     flat = flatten(update)
     tie = bond(upload.binding, {name: tensor.shape for name, tensor in update.items()})
     ranked = Ranked(flat)
@@ -71,7 +71,7 @@ def encode(update: State, upload: Upload, memory: State | None) -> tuple[bytes, 
         return pack_sparse(quantize(flat, ranked, count, upload.binding), tie)
 
     budget = byte_budget(upload.beta, flat.size)
-    return fill(budget, 1.0 * budget, ranked.most, payload_of), memory
+    return fill(budget, 1.0 * budget, ranked.most, payload_of)
 
 
 def quantize(flat: Floats, ranked: Ranked, count: int, binding: bytes) -> Sparse:

@@ -1,0 +1,160 @@
+"""Error feedback: nothing is lost, whatever the codec, the widths and the order of channels."""
+
+from __future__ import annotations
+
+import functools
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor
+
+from anycostfl import ElasticModel, methods, models
+from anycostfl.codec import CODECS
+from anycostfl.feedback import encode_with_feedback, no_residual
+from anycostfl.methods import Method, Upload
+from anycostfl.shrink import WidthPlan
+
+State = dict[str, Tensor]
+KINDS = [
+    *(("anycostfl", codec) for codec in CODECS),
+    *((name, "kernel") for name in ("stc", "qsgd", "uveqfed", "fedhq", "heterofl")),
+]
+
+
+@functools.cache
+def net() -> ElasticModel:
+    torch.manual_seed(0)
+    module = torch.nn.Sequential(
+        torch.nn.Conv2d(1, 16, 3),
+        torch.nn.ReLU(),
+        torch.nn.Conv2d(16, 24, 3),
+        torch.nn.ReLU(),
+        torch.nn.Flatten(),
+        torch.nn.Linear(24 * 16, 40),
+        torch.nn.ReLU(),
+        torch.nn.Linear(40, 10),
+    )
+    return ElasticModel(module, torch.randn(2, 1, 8, 8))
+
+
+def parameters() -> State:
+    return {n: p.detach() for n, p in net().module.named_parameters()}
+
+
+def learnt(seed: int, plan: WidthPlan) -> State:
+    """An update of a sub-model: a direction that all rounds share, and noise."""
+    common = torch.Generator().manual_seed(0)
+    own = torch.Generator().manual_seed(seed + 1)
+    whole = {
+        n: torch.randn(p.shape, generator=common) + torch.randn(p.shape, generator=own)
+        for n, p in parameters().items()
+    }
+    return {n: v.contiguous() for n, v in net().take(whole, plan).items()}
+
+
+def upload(codec: str, seed: int, feedback: bool = True) -> Upload:
+    return Upload(0.04, seed, b"plan", net().blocks(), codec, feedback)
+
+
+def norm(state: State) -> float:
+    return math.sqrt(sum(float(t.double().square().sum()) for t in state.values()))
+
+
+def added(one: State, other: State, sign: float = 1.0) -> State:
+    return {n: t + sign * other[n] for n, t in one.items()}
+
+
+def decoded(method: Method, payload: bytes, plan: WidthPlan) -> State:
+    shapes = {n: plan.shapes[n] for n in parameters()}
+    return dict(net().scatter(method.decode(payload, shapes, b"plan").values, plan).values)
+
+
+@pytest.mark.parametrize(("name", "codec"), KINDS)
+@pytest.mark.parametrize("alphas", [(1.0,), (0.5,), (1.0, 0.3, 0.6)])
+def test_what_was_decoded_approaches_what_was_learnt(
+    name: str, codec: str, alphas: tuple[float, ...]
+) -> None:
+    method, rounds = methods.load(name), 24
+    residual = no_residual(parameters())
+    true, sent, alone = (no_residual(parameters()) for _ in range(3))
+    left = []
+    for number in range(rounds):
+        plan = net().plan(alphas[number % len(alphas)])
+        update, how = learnt(number, plan), upload(codec, number)
+        payload, residual = encode_with_feedback(method, update, how, residual, plan)
+        true = added(true, dict(net().scatter(update, plan).values))
+        sent = added(sent, decoded(method, payload, plan))
+        alone = added(alone, decoded(method, method.encode(update, how), plan))
+        left.append(norm(residual))
+        assert norm(added(added(sent, residual), true, -1.0)) <= 1e-4 * norm(true)
+    assert left[-1] <= 1.5 * max(left[: rounds // 2])  # bounded, while what was learnt grows
+    assert norm(added(sent, true, -1.0)) < norm(added(alone, true, -1.0))
+
+
+def test_residual_follows_the_channels() -> None:
+    """Sorting between rounds: in the coordinates of the end, nothing was lost."""
+    draw = torch.Generator().manual_seed(3)
+    method, residual = methods.load("anycostfl"), no_residual(parameters())
+    true, sent = no_residual(parameters()), no_residual(parameters())
+    for number in range(6):
+        order = {g.name: torch.randperm(g.size, generator=draw) for g in net().coupling.groups}
+        true, sent, residual = (net().permute(s, order) for s in (true, sent, residual))
+        plan = net().plan((0.3, 1.0, 0.6)[number % 3])
+        update = learnt(number, plan)
+        payload, residual = encode_with_feedback(
+            method, update, upload("kernel", number), residual, plan
+        )
+        true = added(true, dict(net().scatter(update, plan).values))
+        sent = added(sent, decoded(method, payload, plan))
+    assert norm(added(added(sent, residual), true, -1.0)) <= 1e-5 * norm(true)
+
+
+def test_permuted_inputs_give_a_permuted_payload_and_residual() -> None:
+    """STC chooses single elements, so the order of channels makes no difference to it."""
+    draw, method, plan = torch.Generator().manual_seed(4), methods.load("stc"), net().plan(1.0)
+    order = {g.name: torch.randperm(g.size, generator=draw) for g in net().coupling.groups}
+    update, residual = learnt(0, plan), learnt(1, plan)
+    payload, left = encode_with_feedback(method, update, upload("kernel", 0), residual, plan)
+    moved = (net().permute(state, order) for state in (update, residual))
+    other, moved_left = encode_with_feedback(method, next(moved), upload("", 0), next(moved), plan)
+    expected = net().permute(decoded(method, payload, plan), order)
+    for name, value in decoded(method, other, plan).items():
+        assert torch.allclose(value, expected[name], rtol=1e-5)
+    for name, value in net().permute(left, order).items():
+        assert torch.allclose(moved_left[name], value, atol=1e-5)
+
+
+def test_what_a_narrow_plan_does_not_reach_stays() -> None:
+    residual = {n: torch.ones_like(p) for n, p in parameters().items()}
+    plan = net().plan(0.2)
+    _, left = encode_with_feedback(
+        methods.load("anycostfl"), learnt(0, plan), upload("lowrank", 0), residual, plan
+    )
+    reached = net().scatter({n: torch.ones(plan.shapes[n]) for n in residual}, plan).masks
+    assert all((left[n][~reached[n]] == 1).all() for n in residual)
+    assert any((left[n][reached[n]] != 1).any() for n in residual)
+    assert all((tensor == 1).all() for tensor in residual.values())  # the old one is untouched
+
+
+def test_what_is_exact_leaves_nothing() -> None:
+    plan = net().plan(0.5)
+    method = methods.load("fedavg")
+    _, left = encode_with_feedback(
+        method,
+        learnt(0, plan),
+        replace(upload("kernel", 0), beta=1.0),
+        no_residual(parameters()),
+        plan,
+    )
+    assert norm(left) == 0
+
+
+def test_every_model_has_a_residual_in_its_own_shapes() -> None:
+    module = models.load("cnn").build()
+    blank = no_residual(dict(module.named_parameters()))
+    assert {n: t.shape for n, t in blank.items()} == {
+        n: p.shape for n, p in module.named_parameters()
+    }
+    assert not any(t.any() or t.requires_grad for t in blank.values())
