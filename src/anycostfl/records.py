@@ -177,7 +177,7 @@ def read_run(folder: Path) -> SavedRun:
 def read_journal(
     folder: Path, *, growing: bool = False
 ) -> tuple[tuple[RoundRecord, ...], tuple[str, ...]]:
-    """The rounds of a run up to the first line that is whole in neither copy, and remarks on damage.
+    """The rounds of a run up to the first line that is whole in neither copy, and remarks.
 
     Of a journal that is still growing, a last line without its end is no damage: it is on its way.
     """

@@ -94,7 +94,7 @@ def _train(
         for turn in _watched(turns, config, records, quiet=quiet):
             records.append(turn.record)
             if len(records) % config.run.checkpoint_every == 0 and len(records) >= next_page:
-                write_page([writer.folder])
+                _write_views(config, writer.folder, records, curves=False)
                 next_page = 1.05 * len(records)  # so that pages of long runs cost little in all
     except KeyboardInterrupt:
         with suppress(KeyboardInterrupt):
@@ -160,10 +160,7 @@ def _conclude(
     config: Config, folder: Path, records: Sequence[RoundRecord], *, stopped: bool, json: bool
 ) -> None:
     summary = summarise(config.run.method, config.run.target_accuracy, records)
-    write_page([folder])
-    figure = folder / "curves.png"
-    with suppress(MissingExtra):
-        draw_curves({config.run.method: records}, figure)
+    _write_views(config, folder, records)
     if json:
         emit_json({"folder": str(folder), "stopped": stopped, **summary})
         return
@@ -172,6 +169,19 @@ def _conclude(
     out.print(f"Everything is in {folder}; to look at it, open {folder / PAGE}")
     if stopped:
         out.print(f"Stopped. Go on with: anycostfl run --resume {folder}")
+
+
+def _write_views(
+    config: Config, folder: Path, records: Sequence[RoundRecord], *, curves: bool = True
+) -> None:
+    """The page and the picture of a run; if they cannot be written, the run goes on without."""
+    try:
+        write_page([folder])
+        with suppress(MissingExtra):
+            if curves:
+                draw_curves({config.run.method: records}, folder / "curves.png")
+    except OSError as error:
+        err.print(f"[yellow]note:[/] {escape(str(error))}")
 
 
 def _shown(value: object) -> str:
