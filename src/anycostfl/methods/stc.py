@@ -15,7 +15,7 @@ from anycostfl.codec import byte_budget
 from anycostfl.codec.flat import all_of, flatten, unflatten
 from anycostfl.codec.frame import bond
 from anycostfl.codec.kernels import Floats
-from anycostfl.codec.sparse import Layout, Ranked, Sparse, fill, pack_sparse, unpack_sparse
+from anycostfl.codec.sparse import Layout, Ranked, Sparse, fill, pack_sparse, spread, unpack_sparse
 from anycostfl.methods import Method, Shapes, State, Upload, elements
 from anycostfl.planner import fixed_strategies
 from anycostfl.types import Devices, Limits, Strategies, Update, Workload
@@ -53,9 +53,10 @@ def ternary(wanted: Floats, ranked: Ranked, count: int) -> Sparse:
 
 
 def _values(sparse: Sparse) -> Floats:
-    flat = np.zeros(sparse.kept.size, np.float32)
-    flat[sparse.kept] = np.where(sparse.integers < 0, -1, 1) * np.float32(sparse.scalars[0])
-    return flat
+    signs = sparse.integers  # 0 and −1 become 1 and −1, in their place
+    np.right_shift(signs, 31, out=signs)
+    np.bitwise_or(signs, 1, out=signs)
+    return spread(sparse)
 
 
 def decode(payload: bytes, shapes: Shapes, binding: bytes) -> Update:
