@@ -5,7 +5,7 @@ BIN    := $(VENV)/bin
 READY  := $(VENV)/.ready
 
 .DEFAULT_GOAL := help
-.PHONY: help run fleet test check lint format bench clean
+.PHONY: help run fleet test check lint format bench drill clean
 
 help: ## Show this list
 	@awk -F':.*## ' '/^[a-z]+:.*## / {printf "  \033[1mmake %-8s\033[0m %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -44,6 +44,9 @@ bench: $(READY) ## Measure; takes minutes, wants a quiet machine
 	$(BIN)/python benchmarks/simulator.py
 	$(BIN)/python benchmarks/export_latency.py
 	$(BIN)/python benchmarks/device_profile.py
+
+drill: $(READY) ## Kill, fill, damage, jump, stall, soak: what is lost? (a quarter of an hour)
+	$(BIN)/python -m drills
 
 clean: ## Remove the environment and all caches
 	rm -rf $(VENV) build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache

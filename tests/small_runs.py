@@ -8,6 +8,8 @@ import numpy as np
 
 from anycostfl.config import Config, load_preset
 
+DATA = "stripes.npz"
+
 
 def small_dataset(folder: Path) -> Path:
     """Ten classes of noisy stripes, 240 to train on and 60 to test on."""
@@ -16,7 +18,7 @@ def small_dataset(folder: Path) -> Path:
     rows = np.arange(28)[None, :, None]
     images = 128 + 80 * np.sin(rows * (labels[:, None, None] + 1) / 4)
     images = np.clip(images + random.normal(0, 20, (300, 28, 28)), 0, 255).astype(np.uint8)
-    path = folder / "stripes.npz"
+    path = folder / DATA
     np.savez(
         path,
         train_images=images[:240],
@@ -30,7 +32,7 @@ def small_dataset(folder: Path) -> Path:
 def small_overrides(folder: Path, *more: str) -> list[str]:
     """What turns the demo preset into a small run."""
     return [
-        f'data.name="{small_dataset(folder)}"',
+        f'data.name="{folder / DATA if (folder / DATA).exists() else small_dataset(folder)}"',
         "data.partition=iid",
         "fleet.devices=12",
         "fleet.cohort=4",

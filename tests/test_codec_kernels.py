@@ -94,7 +94,7 @@ def test_quantizer_is_exact_on_its_points(grid: Grid) -> None:
     flat = np.concatenate([grid.points(), -grid.points()])
     symbols, negative = kernels.quantize(flat, whole(flat.size), grid, seed=1)
     signs = np.packbits(negative[symbols > 0], bitorder="little")
-    again = kernels.dequantize(symbols, signs, grid, whole(flat.size), flat.size)
+    again = kernels.dequantize(symbols, signs, grid, np.ones(flat.size, np.bool_))
     assert np.array_equal(again, flat)
 
 

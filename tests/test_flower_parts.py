@@ -6,13 +6,23 @@ import asyncio
 import re
 import ssl
 import stat
+from base64 import b64decode
 from dataclasses import replace
+from datetime import UTC, datetime, timedelta
+from email.utils import format_datetime
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 import torch
-from flwr.app import RecordDict
+from cryptography.hazmat.primitives.asymmetric import ec
+from flwr.app import Message, RecordDict
+from flwr.common.constant import TIMESTAMP_HEADER
+from flwr.proto.node_pb2 import Node
+from flwr.supercore.constant import FLEET_HTTP_PUBLIC_KEY_HEADER, FLEET_HTTP_SIGNATURE_HEADER
+from flwr.supercore.primitives.asymmetric import bytes_to_public_key, verify_signature
+from flwr.supercore.protobuf.client import ProtobufRequestContext
 from starlette.types import Receive, Scope, Send
 
 from anycostfl.cli import build_app
@@ -20,6 +30,7 @@ from anycostfl.config import to_toml
 from anycostfl.coupling import tensors_of
 from anycostfl.errors import AnycostError, ConfigError
 from anycostfl.experiment import prepare, settle
+from anycostfl.flower.clock import Signature, date_reply
 from anycostfl.flower.device import Setup, open_device, read_setup, recall, remember
 from anycostfl.flower.keys import KeyFolder, make_keys, names_of, private_key, public_key
 from anycostfl.flower.messages import (
@@ -247,3 +258,59 @@ def test_mistakes_say_what_to_do(
     monkeypatch.chdir(tmp_path)
     with pytest.raises(AnycostError, match=re.escape(message)):
         build_app()(arguments, standalone_mode=False)
+
+
+# --- wrong clocks ---------------------------------------------------------------------------------
+
+
+class StrictServer:
+    """Takes what is signed with a time near its own, as Flower's does."""
+
+    def __init__(self, ahead: timedelta) -> None:
+        self.ahead, self.asked = ahead, 0
+
+    def __call__(self, context: ProtobufRequestContext) -> httpx.Response:
+        self.asked += 1
+        headers, now = context.request.headers, datetime.now(UTC) + self.ahead
+        when = headers[TIMESTAMP_HEADER]
+        key = bytes_to_public_key(b64decode(headers[FLEET_HTTP_PUBLIC_KEY_HEADER]))
+        signature = b64decode(headers[FLEET_HTTP_SIGNATURE_HEADER])
+        good = abs(now - datetime.fromisoformat(when)) < timedelta(seconds=5)
+        good = good and verify_signature(key, when.encode(), signature)
+        return httpx.Response(200 if good else 401, headers={"date": format_datetime(now)})
+
+
+def test_a_device_with_a_wrong_clock_goes_by_the_servers() -> None:
+    signature = Signature(ec.generate_private_key(ec.SECP384R1()))
+    server = StrictServer(timedelta(days=-20_000))
+
+    def ask() -> int:
+        request = ProtobufRequestContext("x", Node(), httpx.Request("POST", "http://server"))
+        return signature.intercept(request, server).status_code
+
+    assert [ask(), ask(), ask()] == [200] * 3
+    assert server.asked == 4  # one refusal, and then it knows
+    server.ahead = timedelta(hours=7)
+    assert [ask(), ask()] == [200] * 2
+    assert server.asked == 7
+
+
+def test_a_stranger_is_refused_whatever_the_time_and_not_asked_for_ever() -> None:
+    signature, asked = Signature(ec.generate_private_key(ec.SECP384R1())), 0
+
+    def refuse(_context: ProtobufRequestContext) -> httpx.Response:
+        nonlocal asked
+        asked += 1
+        return httpx.Response(401, headers={"date": format_datetime(datetime.now(UTC))})
+
+    request = ProtobufRequestContext("x", Node(), httpx.Request("POST", "http://server"))
+    assert signature.intercept(request, refuse).status_code == 401
+    assert asked == 1
+
+
+def test_a_reply_lapses_with_its_question_whatever_clock_the_device_has() -> None:
+    question = Message(RecordDict(), 5, "train", ttl=100.0)
+    reply = Message(RecordDict(), reply_to=question)
+    question.metadata.__dict__["_created_at"] = 2e9
+    date_reply(reply, question, 30.0)
+    assert (reply.metadata.created_at, reply.metadata.ttl) == (2e9 + 30.0, 70.0)

@@ -8,10 +8,11 @@ key, what was given and what is allowed.
 from __future__ import annotations
 
 import difflib
+import functools
 import json
 import tomllib
 import types
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import MISSING, asdict, dataclass, field, fields, is_dataclass, replace
 from importlib import resources
 from importlib.resources.abc import Traversable
@@ -28,6 +29,7 @@ from anycostfl.gate import Gate
 from anycostfl.types import FleetSpec, Limits, Profile, Workload
 
 Record = TypeVar("Record")
+BEYOND = 1 << 62  # no whole number is so large
 
 
 @dataclass(frozen=True, slots=True)
@@ -249,7 +251,7 @@ def _build(
 ) -> Record | None:
     """The record, or None after adding to the problems."""
     before = len(problems)
-    hints = get_type_hints(kind)
+    hints = _hints(kind)  # type: ignore[arg-type]  # a class is hashable
     names = [item.name for item in fields(kind)]  # type: ignore[arg-type]  # always a dataclass
     problems += [_unknown(prefix, key, names) for key in table if key not in names]
     values: dict[str, Any] = {}
@@ -264,6 +266,11 @@ def _build(
     return kind(**values) if len(problems) == before else None
 
 
+@functools.cache
+def _hints(kind: Hashable) -> dict[str, Any]:
+    return get_type_hints(kind)
+
+
 def _value(given: Any, hint: Any, key: str, problems: list[str]) -> Any:
     """The value as its annotation wants it; None after adding to the problems."""
     if is_dataclass(hint) and isinstance(given, dict):
@@ -271,14 +278,15 @@ def _value(given: Any, hint: Any, key: str, problems: list[str]) -> Any:
     if get_origin(hint) is Mapping and isinstance(given, dict):
         return {k: _value(v, float, f"{key}.{k}", problems) for k, v in given.items()}
     options = get_args(hint) if isinstance(hint, types.UnionType) else (hint,)
-    for option in options:
+    for option in options if not isinstance(given, int) or abs(given) < BEYOND else ():
         if option is float and isinstance(given, int | float) and not isinstance(given, bool):
             return float(given)
         if option in (int, str, bool) and type(given) is option:
             return given
         if get_origin(option) is tuple and _is_strings(given):
             return tuple(given)
-    problems.append(f"{key}: given {given!r} ({type(given).__name__}), allowed {_words(hint)}")
+    shown = repr(given)[:80] if not isinstance(given, int) or abs(given) < BEYOND else "a huge"
+    problems.append(f"{key}: given {shown} ({type(given).__name__}), allowed {_words(hint)}")
     return None
 
 

@@ -171,8 +171,8 @@ def read_run(folder: Path) -> SavedRun:
     checkpoint = None
     for path in checkpoints(folder):
         try:
-            checkpoint = _read_checkpoint(path)
-        except (SafetensorError, OSError, KeyError, ValueError) as error:
+            checkpoint = read_checkpoint(path)
+        except DAMAGE as error:
             remarks.append(f"{path.name} is damaged and was passed over ({error})")
             continue
         if checkpoint.rounds <= len(records):
@@ -195,7 +195,7 @@ def read_journal(
     if not growing:
         copies.append(_lines(folder / COPY, whole=True))
     remarks: list[str] = []
-    return tuple(_parse_journal(copies, remarks)), tuple(remarks)
+    return tuple(parse_journal(copies, remarks)), tuple(remarks)
 
 
 def _lines(path: Path, *, whole: bool) -> list[bytes]:
@@ -204,7 +204,7 @@ def _lines(path: Path, *, whole: bool) -> list[bytes]:
     return (content[: content.rfind(b"\n") + 1] if whole else content).splitlines()
 
 
-def _parse_journal(copies: Sequence[Sequence[bytes]], remarks: list[str]) -> Iterator[RoundRecord]:
+def parse_journal(copies: Sequence[Sequence[bytes]], remarks: list[str]) -> Iterator[RoundRecord]:
     """Rounds 0, 1, 2 … up to the end or the first line that is whole in no copy."""
     saved: list[int] = []
     for number in range(max(map(len, copies))):
@@ -276,7 +276,12 @@ def _check_kinds(record: RoundRecord | DeviceRecord) -> None:
             raise ValueError("binds or surplus are not words")
 
 
-def _read_checkpoint(path: Path) -> Checkpoint:
+DAMAGE = (SafetensorError, OSError, LookupError, ValueError, TypeError, RuntimeError)
+"""What reading a checkpoint ends with if it is not one."""
+
+
+def read_checkpoint(path: Path) -> Checkpoint:
+    """The state in a file; one of `DAMAGE` if that is not what it holds."""
     with safe_open(path, "pt") as file:
         about = json.loads(file.metadata()["checkpoint"])
         tensors = {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118 - no mapping
@@ -294,7 +299,10 @@ def _read_checkpoint(path: Path) -> Checkpoint:
         else:
             device, _, name = name.partition("/")
             memories.setdefault(int(device), {})[name] = tensor
-    return Checkpoint(int(about["rounds"]), state, memories, velocity)
+    rounds = about["rounds"]
+    if type(rounds) is not int or rounds < 0:
+        raise ValueError(f"it says {rounds!r} rounds")
+    return Checkpoint(rounds, state, memories, velocity)
 
 
 def _checksum(tensors: Mapping[str, Tensor]) -> str:

@@ -18,7 +18,7 @@ from anycostfl.aggregate import Contribution, Rules, clip_bound, clipped, size_o
 from anycostfl.config import Config, to_toml
 from anycostfl.errors import PayloadError
 from anycostfl.fleet import Cohort
-from anycostfl.methods import Method, State, Upload
+from anycostfl.methods import Method, State, Upload, elements
 from anycostfl.shrink import WidthPlan, calibration_batches, recalibrate
 from anycostfl.types import (
     Binds,
@@ -157,8 +157,8 @@ def _check(method: Method, assignment: Assignment, reply: Reply) -> Outcome:
 
 
 def _check_length(assignment: Assignment, payload: bytes) -> None:
-    """No method needs more than 32 bits for an element, and a little for every tensor."""
-    most = OVERHEAD + sum(4 * math.prod(shape) + 64 for shape in assignment.shapes.values())
+    """Nobody has leave to send more than was planned, frame and all."""
+    most = OVERHEAD + math.ceil(assignment.upload.beta * 4 * elements(assignment.shapes))
     if len(payload) > most:
         raise PayloadError(f"a payload of this plan has at most {most} bytes, not {len(payload)}")
 

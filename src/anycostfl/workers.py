@@ -267,7 +267,7 @@ class Pool:
                 for pipe in self._pipes:
                     if waiting and pipe not in busy:
                         busy[pipe] = waiting.pop()
-                        pipe.send((task, arguments[busy[pipe]]))
+                        self._send(pipe, (task, arguments[busy[pipe]]))
                 for pipe in self._ready(list(busy)):
                     results[busy.pop(pipe)] = self._receive(pipe)
             yield results.pop(wanted)
@@ -276,18 +276,26 @@ class Pool:
         """Wait until some of these pipes have something to say, if only that they broke."""
         return [pipe for pipe in wait(pipes) if isinstance(pipe, Connection)]
 
+    def _send(self, pipe: Connection, request: tuple[str, Any]) -> None:
+        try:
+            pipe.send(request)
+        except OSError as error:
+            raise self._died(pipe) from error
+
     def _receive(self, pipe: Connection) -> Any:
         try:
             result = pipe.recv()
         except (EOFError, OSError) as error:
-            code = self._pipes[pipe].exitcode
-            raise WorkerDied(
-                f"a worker process died (exit code {code}), perhaps for lack of memory. "
-                "Go on with --resume, perhaps with fewer --workers"
-            ) from error
+            raise self._died(pipe) from error
         if isinstance(result, Exception):
             raise result
         return result
+
+    def _died(self, pipe: Connection) -> WorkerDied:
+        return WorkerDied(
+            f"a worker process died (exit code {self._pipes[pipe].exitcode}), perhaps for lack of "
+            "memory. Go on with --resume, perhaps with fewer --workers"
+        )
 
 
 def _serve(pipe: Connection, shared: Shared) -> None:

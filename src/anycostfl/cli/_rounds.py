@@ -7,9 +7,10 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
+from rich.markup import escape
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
-from anycostfl.cli._console import emit_json, out, table
+from anycostfl.cli._console import emit_json, err, out, table
 from anycostfl.config import Config
 from anycostfl.errors import MissingExtra
 from anycostfl.records import PAGE, totals
@@ -43,7 +44,7 @@ def follow(
             show(records, now - before)
             before = now
             if len(records) % config.run.checkpoint_every == 0 and len(records) >= next_page:
-                write_page([folder])
+                _write_views(config, folder, records, curves=False)
                 next_page = 1.05 * len(records)  # so that pages of long runs cost little in all
 
 
@@ -91,16 +92,26 @@ def conclude(
 ) -> None:
     """Write the page and the figure, and show what the rounds came to."""
     summary = summarise(config.run.method, config.run.target_accuracy, records)
-    write_page([folder])
-    figure = folder / "curves.png"
-    with suppress(MissingExtra):
-        draw_curves({config.run.method: records}, figure)
+    _write_views(config, folder, records)
     if json:
         emit_json({"folder": str(folder), "stopped": stopped, **summary})
         return
     rows = [(key.replace("_", " "), shown(value)) for key, value in summary.items()]
     out.print(table(f"{config.summary or folder.name}: {len(records)} rounds", ("", ">"), rows))
     out.print(f"Everything is in {folder}; to look at it, open {folder / PAGE}")
+
+
+def _write_views(
+    config: Config, folder: Path, records: Sequence[RoundRecord], *, curves: bool = True
+) -> None:
+    """The page and the picture of a run; if they cannot be written, the run goes on without."""
+    try:
+        write_page([folder])
+        with suppress(MissingExtra):
+            if curves:
+                draw_curves({config.run.method: records}, folder / "curves.png")
+    except OSError as error:
+        err.print(f"[yellow]note:[/] {escape(str(error))}")
 
 
 def shown(value: object) -> str:

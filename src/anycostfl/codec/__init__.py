@@ -103,14 +103,18 @@ def _decompress_kernels(
     frame = wire.unpack(payload, tie, len(parts))
     if frame is None:
         return _shape(np.zeros(size, np.float32), np.zeros(size, np.bool_), parts, shapes)
-    spans = kernels.join([_kept_spans(section, parts) for section in frame.tensors])
+    mask = np.zeros(size, np.bool_)
+    for section in frame.tensors:
+        _cover(section, parts, mask)
     grid = frame.grid
     precision, freq = entropy.decode_table(frame.table, entropy.token_count(grid.symbols))
-    tokens = entropy.decode_levels(frame.levels, precision, freq, int(spans.length.sum()))
-    symbols = entropy.detokenize(tokens, frame.spare, grid.symbols)
+    symbols = entropy.detokenize(
+        entropy.decode_levels(frame.levels, precision, freq, int(np.count_nonzero(mask))),
+        frame.spare,
+        grid.symbols,
+    )
     signs = entropy.decode_signs(frame.signs, symbols)
-    flat = kernels.dequantize(symbols, signs, grid, spans, size)
-    return _shape(flat, kernels.cover(spans, size), parts, shapes)
+    return _shape(kernels.dequantize(symbols, signs, grid, mask), mask, parts, shapes)
 
 
 def byte_budget(beta: float, elements: int) -> int:
@@ -126,15 +130,15 @@ def byte_budget(beta: float, elements: int) -> int:
     return budget
 
 
-def _kept_spans(section: wire.TensorSection, parts: Sequence[kernels.Part]) -> kernels.Spans:
+def _cover(section: wire.TensorSection, parts: Sequence[kernels.Part], mask: entropy.Bools) -> None:
+    """Set what a section keeps in the mask of all elements; nothing else grows with the claim."""
     part = parts[section.index]
     if section.block > part.width or not part.size:
         raise PayloadError(f"{part.name}: kernels of {section.block} in rows of {part.width}")
     part = kernels.Part(part.name, part.shape, part.offset, section.block)
     if section.kept > part.kernels:
         raise PayloadError(f"{part.name}: {section.kept} of {part.kernels} kernels kept")
-    mask = entropy.decode_mask(section.mask, part.kernels, section.kept)
-    return kernels.spans_of(part).take(np.flatnonzero(mask))
+    kernels.cover(part, entropy.decode_mask(section.mask, part.kernels, section.kept), mask)
 
 
 def _shape(

@@ -33,6 +33,7 @@ Doubles = NDArray[np.float64]
 Ints = NDArray[np.int64]
 Symbols = NDArray[np.uint32]
 Bytes = NDArray[np.uint8]
+Bools = NDArray[np.bool_]
 Whole = int | np.signedinteger[Any]
 
 
@@ -294,43 +295,44 @@ def _quantize(  # noqa: PLR0917 - a compiled loop takes arrays, not objects
             at += 1
 
 
-def dequantize(symbols: Symbols, signs: Bytes, grid: Grid, spans: Spans, size: int) -> Floats:
-    """Put ±Q back into a flat update that is 0 elsewhere; `signs` has a bit per non-zero symbol."""
-    flat = np.zeros(size, np.float32)
-    bounds = (grid.u_min, grid.u_max, grid.step)
-    _dequantize(symbols, signs, bounds, spans.start, spans.length, flat)
+def dequantize(symbols: Symbols, signs: Bytes, grid: Grid, mask: Bools) -> Floats:
+    """Put ±Q where the mask is set, 0 elsewhere; `signs` has a bit per non-zero symbol."""
+    flat = np.zeros(mask.size, np.float32)
+    _dequantize(symbols, signs, (grid.u_min, grid.u_max, grid.step), mask, flat)
     return flat
 
 
 @compiled
-def _dequantize(  # noqa: PLR0917 - a compiled loop takes arrays, not objects
+def _dequantize(
     symbols: Symbols,
     signs: Bytes,
     bounds: tuple[float, float, float],
-    start: Ints,
-    length: Ints,
+    mask: Bools,
     flat: Floats,
 ) -> None:
     u_min, u_max, step = bounds
     at, bit = 0, 0
-    for k in range(start.size):
-        for j in range(start[k], start[k] + length[k]):
-            symbol = np.int64(symbols[at])
-            at += 1
-            if symbol > 0:
-                size = point(symbol, u_min, u_max, step)
-                flat[j] = -size if (signs[bit >> 3] >> (bit & 7)) & 1 else size
-                bit += 1
+    for j in range(mask.size):
+        if not mask[j]:
+            continue
+        symbol = np.int64(symbols[at])
+        at += 1
+        if symbol > 0:
+            size = point(symbol, u_min, u_max, step)
+            flat[j] = -size if (signs[bit >> 3] >> (bit & 7)) & 1 else size
+            bit += 1
 
 
-def cover(spans: Spans, size: int) -> NDArray[np.bool_]:
-    """The element-wise mask of the kernels."""
-    mask = np.zeros(size, np.bool_)
-    _cover(spans.start, spans.length, mask)
-    return mask
+def cover(part: Part, kept: Bools, mask: Bools) -> None:
+    """Set the elements of the kept kernels in a mask of the whole update."""
+    _cover(kept, part.offset, part.width, part.block, mask[: part.offset + part.size])
 
 
 @compiled
-def _cover(start: Ints, length: Ints, mask: NDArray[np.bool_]) -> None:
-    for k in range(start.size):
-        mask[start[k] : start[k] + length[k]] = True
+def _cover(kept: Bools, offset: int, width: int, block: int, mask: Bools) -> None:
+    kernel = 0
+    for row in range(offset, mask.size, width):
+        for column in range(0, width, block):
+            if kept[kernel]:
+                mask[row + column : row + min(column + block, width)] = True
+            kernel += 1

@@ -14,13 +14,17 @@ from dataclasses import dataclass
 from math import log
 
 import numpy as np
+from numpy.typing import NDArray
 
 from anycostfl.codec import entropy
+from anycostfl.codec.compiled import compiled
 from anycostfl.codec.entropy import Bools
 from anycostfl.codec.frame import Bond, seal, unseal
 from anycostfl.codec.kernels import Doubles, Floats, Ints, Symbols
 from anycostfl.codec.varint import Reader, varint
 from anycostfl.errors import PayloadError
+
+Small = NDArray[np.int32]
 
 MAGIC = b"ACFS"
 MAX_SYMBOLS = 2**24
@@ -37,7 +41,7 @@ class Sparse:
 
     kept: Bools
     scalars: tuple[float, ...]
-    integers: Ints
+    integers: Ints | Small
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,19 +93,45 @@ def unpack_sparse(payload: bytes, tie: Bond, layout: Layout) -> Sparse:
     reader.finish()
     where = entropy.decode_mask(mask, layout.elements, kept)
     precision, freq = entropy.decode_table(table, tokens)
-    coded = entropy.decode_levels(levels, precision, freq, layout.integers(kept))
-    return Sparse(where, scalars, unzigzag(entropy.detokenize(coded, spare, MAX_SYMBOLS)))
+    symbols = entropy.detokenize(
+        entropy.decode_levels(levels, precision, freq, layout.integers(kept)), spare, MAX_SYMBOLS
+    )
+    return Sparse(where, scalars, unzigzag(symbols))
 
 
-def zigzag(integers: Ints) -> Symbols:
+def zigzag(integers: Ints | Small) -> Symbols:
     """Signed to unsigned, small to small."""
     return np.where(integers < 0, -2 * integers - 1, 2 * integers).astype(np.uint32)
 
 
-def unzigzag(symbols: Symbols) -> Ints:
-    """Back again."""
-    half = (symbols >> 1).astype(np.int64)
-    return np.where(symbols & 1, -half - 1, half)
+def unzigzag(symbols: Symbols) -> Small:
+    """Back again, in the same place."""
+    _unzigzag(symbols)
+    return symbols.view(np.int32)
+
+
+@compiled
+def _unzigzag(symbols: Symbols) -> None:
+    for i in range(symbols.size):
+        half = symbols[i] >> np.uint32(1)
+        symbols[i] = ~half if symbols[i] & np.uint32(1) else half
+
+
+def spread(sparse: Sparse) -> Floats:
+    """Every kept element is its integer times the first scalar, the others are 0."""
+    flat = np.zeros(sparse.kept.size, np.float32)
+    integers = sparse.integers.astype(np.int32, copy=False)
+    _spread(sparse.kept, integers, np.float32(sparse.scalars[0]), flat)
+    return flat
+
+
+@compiled
+def _spread(kept: Bools, integers: Small, unit: np.float32, flat: Floats) -> None:
+    at = 0
+    for i in range(kept.size):
+        if kept[i]:
+            flat[i] = np.float32(integers[at]) * unit
+            at += 1
 
 
 class Ranked:

@@ -20,6 +20,7 @@ from anycostfl.codec.varint import Reader, varint
 from anycostfl.errors import PayloadError
 
 MAGIC = b"ACFU"
+MOST_OTHERS = 64  # sections that are no tensors, those of later minor versions included
 _RANGE = struct.Struct("<ff")
 CRITICAL = 0x80  # a reader that does not know such a section must refuse the payload
 
@@ -101,7 +102,7 @@ def _sections(frame: Frame) -> list[tuple[Section, bytes]]:
 def unpack(payload: bytes, tie: Bond, tensors: int) -> Frame | None:
     """Read a payload bound to `tie` for a plan of so many tensors; None if nothing is kept."""
     minor, body = unseal(payload, MAGIC, tie)
-    known = _known(_walk(body), minor)
+    known = _known(_walk(body, tensors + MOST_OTHERS), minor)
     if not known:
         return None
     kinds = [kind for kind, _ in known]
@@ -122,10 +123,12 @@ def unpack(payload: bytes, tie: Bond, tensors: int) -> Frame | None:
     )
 
 
-def _walk(body: bytes) -> list[tuple[int, bytes]]:
+def _walk(body: bytes, most: int) -> list[tuple[int, bytes]]:
     reader = Reader(body, "payload")
-    sections = []
+    sections: list[tuple[int, bytes]] = []
     while not reader.empty:
+        if len(sections) == most:
+            raise PayloadError(f"the payload has more than {most} sections")
         kind = reader.byte()
         sections.append((kind, reader.take(reader.varint(0, len(body)))))
     return sections
@@ -162,7 +165,7 @@ def bytes_by_section(payload: bytes) -> dict[str, int]:
     """Where the bytes of a well-formed payload went: mask, levels, signs, table and the rest."""
     _, _, body = open_any(payload, MAGIC)
     spent = dict.fromkeys(("mask", "levels", "signs", "table"), 0)
-    for kind, data in _walk(body):
+    for kind, data in _walk(body, len(body)):
         if kind in _KINDS_OF_BYTES:
             spent[_KINDS_OF_BYTES[kind]] += len(data)
     return spent | {"header": len(payload) - sum(spent.values())}

@@ -7,6 +7,7 @@
     roster     who is connected, what each can afford, who has answered
     post       messages out, replies in
     node       connects a device to the server and hands it messages, in one process
+    clock      devices go by the server's clock
     link       starts Flower's SuperLink and the ServerApp, with offline settings
     superlink  Flower's SuperLink, closed to strangers
     orphans    processes end with the one that started them

@@ -193,7 +193,7 @@ class Link:
         """The server app is gone: say why if it said so, or if it keeps dying."""
         failure = self.serving.folder / FAILURE
         if failure.exists():
-            raise AnycostError(failure.read_text())
+            raise AnycostError(failure.read_text() or f"the disk of {failure.parent} is full")
         if self._process.poll() is not None:
             raise ServerDied(f"Flower's SuperLink died; see {self.serving.log}")
         if tries >= TRIES:

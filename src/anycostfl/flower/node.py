@@ -56,9 +56,9 @@ from flwr.supercore.interceptors.http.runtime_version import RuntimeVersionHttpI
 from flwr.supercore.primitives.asymmetric import public_key_to_bytes
 from flwr.supercore.task_identity import TaskIdentity
 from flwr.supernode.fleet_http_client import FleetHttpClient
-from flwr.supernode.node_auth_http_interceptor import NodeAuthHttpInterceptor
 
 from anycostfl.errors import AnycostError
+from anycostfl.flower.clock import Signature, date_reply
 from anycostfl.flower.device import Setup
 from anycostfl.flower.keys import private_key
 
@@ -120,7 +120,7 @@ def _client(address: Address, key: ec.EllipticCurvePrivateKey) -> FleetHttpClien
         root_certificates=address.trust.read_bytes() if address.trust else None,
         interceptors=[
             RuntimeVersionHttpInterceptor(component_name="SuperNode"),
-            NodeAuthHttpInterceptor(key, key.public_key()),
+            Signature(key),
         ],
     )
 
@@ -169,7 +169,9 @@ class Line:
                 message = self._fetch(node, found)
                 begin = time.monotonic()
                 reply = _answer(app, message, context)
-                self._send(node, reply, time.monotonic() - begin)
+                seconds = time.monotonic() - begin
+                date_reply(reply, message, seconds)
+                self._send(node, reply, seconds)
             except httpx.HTTPStatusError as error:
                 if error.response.status_code == httpx.codes.UNAUTHORIZED:
                     return

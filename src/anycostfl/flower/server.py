@@ -17,7 +17,7 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
-from logging import INFO
+from logging import INFO, WARNING
 from pathlib import Path
 
 import torch
@@ -69,12 +69,15 @@ def main(grid: Grid, context: Context) -> None:
     with sole_server(folder, context.run_id):
         try:
             before = take_up(folder)
+            for remark in before.remarks:
+                log(WARNING, "%s", remark)
             pace = Pace(folder / PACE)
             turns = play(before.config, grid, read_terms(context.run_config), before.start, pace)
             for turn in keep(turns, before.config, before.writer):
                 log(INFO, "round %d is done", turn.record.round + 1)
         except AnycostError as error:
-            (folder / FAILURE).write_text(str(error))
+            with suppress(OSError):  # a full disk, perhaps
+                (folder / FAILURE).write_text(str(error))
             raise
 
 
@@ -242,5 +245,5 @@ class Pace:
     def end(self) -> None:
         """The round is over."""
         if self._path is not None:
-            with self._path.open("a") as file:
+            with suppress(OSError), self._path.open("a") as file:
                 file.write(json.dumps(self._seconds) + "\n")

@@ -21,7 +21,16 @@ from anycostfl.codec import byte_budget
 from anycostfl.codec.flat import all_of, flatten
 from anycostfl.codec.frame import bond
 from anycostfl.codec.kernels import Floats
-from anycostfl.codec.sparse import Layout, Sparse, chances, draw, fill, pack_sparse, unpack_sparse
+from anycostfl.codec.sparse import (
+    Layout,
+    Sparse,
+    chances,
+    draw,
+    fill,
+    pack_sparse,
+    spread,
+    unpack_sparse,
+)
 from anycostfl.methods import Method, Shapes, State, Upload, elements
 from anycostfl.planner import fixed_strategies
 from anycostfl.types import Devices, Limits, Strategies, Update, Workload
@@ -68,11 +77,8 @@ def quantize(flat: Floats, levels: int, chance: Floats) -> Sparse:
 
 def decode(payload: bytes, shapes: Shapes, binding: bytes) -> Update:
     """The quantized update."""
-    count = elements(shapes)
-    sparse = unpack_sparse(payload, bond(binding, shapes), Layout(count, scalars=1))
-    flat = np.zeros(count, np.float32)
-    flat[sparse.kept] = sparse.integers.astype(np.float32) * np.float32(sparse.scalars[0])
-    return all_of(flat, shapes)
+    layout = Layout(elements(shapes), scalars=1)
+    return all_of(spread(unpack_sparse(payload, bond(binding, shapes), layout)), shapes)
 
 
 def weigh(alpha: FloatArray, beta: FloatArray, samples: FloatArray) -> FloatArray:

@@ -28,6 +28,7 @@ from anycostfl.codec.sparse import (
     draw,
     fill,
     pack_sparse,
+    spread,
     unpack_sparse,
 )
 from anycostfl.methods import Method, Shapes, State, Upload, elements
@@ -71,11 +72,8 @@ def quantize(flat: Floats, ranked: Ranked, count: int, seed: int) -> Sparse:
 
 def decode(payload: bytes, shapes: Shapes, binding: bytes) -> Update:
     """The quantized update; elements that were not sent count as zero."""
-    count = elements(shapes)
-    sparse = unpack_sparse(payload, bond(binding, shapes), Layout(count, scalars=1))
-    flat = np.zeros(count, np.float32)
-    flat[sparse.kept] = sparse.integers.astype(np.float32) * np.float32(sparse.scalars[0])
-    return all_of(flat, shapes)
+    layout = Layout(elements(shapes), scalars=1)
+    return all_of(spread(unpack_sparse(payload, bond(binding, shapes), layout)), shapes)
 
 
 def weigh(alpha: FloatArray, beta: FloatArray, samples: FloatArray) -> FloatArray:

@@ -16,7 +16,7 @@ from anycostfl.codec import byte_budget
 from anycostfl.codec.flat import all_of, flatten
 from anycostfl.codec.frame import bond
 from anycostfl.codec.kernels import Floats
-from anycostfl.codec.sparse import Layout, Ranked, Sparse, fill, pack_sparse, unpack_sparse
+from anycostfl.codec.sparse import Layout, Ranked, Sparse, fill, pack_sparse, spread, unpack_sparse
 from anycostfl.methods import Method, Shapes, State, Upload, elements
 from anycostfl.planner import fixed_strategies
 from anycostfl.types import Devices, Limits, Strategies, Update, Workload
@@ -53,11 +53,12 @@ def ternary(wanted: Floats, ranked: Ranked, count: int) -> Sparse:
 
 def decode(payload: bytes, shapes: Shapes, binding: bytes) -> Update:
     """The ternary update."""
-    count = elements(shapes)
-    sparse = unpack_sparse(payload, bond(binding, shapes), Layout(count, scalars=1))
-    flat = np.zeros(count, np.float32)
-    flat[sparse.kept] = np.where(sparse.integers < 0, -1, 1) * np.float32(sparse.scalars[0])
-    return all_of(flat, shapes)
+    layout = Layout(elements(shapes), scalars=1)
+    sparse = unpack_sparse(payload, bond(binding, shapes), layout)
+    signs = sparse.integers  # 0 and −1 become 1 and −1, in their place
+    np.right_shift(signs, 31, out=signs)
+    np.bitwise_or(signs, 1, out=signs)
+    return all_of(spread(sparse), shapes)
 
 
 def weigh(alpha: FloatArray, beta: FloatArray, samples: FloatArray) -> FloatArray:

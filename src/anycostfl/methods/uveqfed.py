@@ -27,6 +27,7 @@ from anycostfl.planner import fixed_strategies
 from anycostfl.types import Devices, Limits, Strategies, Update, Workload
 
 RATE = 1 / 34  # of S, recovered from the paper's table
+CHUNK = 1 << 16  # pairs decoded at a time
 STEP = 0.5  # in root-mean-squares of what is kept; about the least error at this rate
 BASIS = np.array([[1.0, 0.0], [0.5, np.sqrt(0.75)]])  # rows; cells of width 1
 
@@ -55,8 +56,17 @@ def nearest(points: Doubles) -> Ints:
 
 def dither(binding: bytes, pairs: int) -> Doubles:
     """The points both sides draw: uniform over the cell around the origin."""
+    return _inside(_random(binding), pairs)
+
+
+def _random(binding: bytes) -> np.random.Generator:
     seed = int.from_bytes(blake2s(binding, digest_size=16, person=b"uveqfed1").digest())
-    spread = np.random.default_rng(seed).random((pairs, 2)) @ BASIS
+    return np.random.default_rng(seed)
+
+
+def _inside(random: np.random.Generator, pairs: int) -> Doubles:
+    """The next points of a stream."""
+    spread = random.random((pairs, 2)) @ BASIS
     inside: Doubles = spread - nearest(spread) @ BASIS
     return inside
 
@@ -88,9 +98,15 @@ def quantize(flat: Floats, ranked: Ranked, count: int, binding: bytes) -> Sparse
 
 def dequantize(sparse: Sparse, binding: bytes) -> Floats:
     """The lattice points without the dither, in their places."""
-    points = sparse.integers.reshape(-1, 2) @ BASIS - dither(binding, sparse.integers.size // 2)
+    values = np.empty(sparse.integers.size, np.float32)
+    pairs, random = sparse.integers.reshape(-1, 2), _random(binding)
+    for begin in range(0, len(pairs), CHUNK):  # a lattice point takes ten times its element
+        chunk = pairs[begin : begin + CHUNK]
+        points = sparse.scalars[0] * (chunk @ BASIS - _inside(random, len(chunk)))
+        with np.errstate(over="ignore"):  # what does not fit float32 is refused as not finite
+            values[2 * begin : 2 * (begin + len(chunk))] = points.ravel()
     flat = np.zeros(sparse.kept.size, np.float32)
-    flat[sparse.kept] = (sparse.scalars[0] * points).ravel()[: np.count_nonzero(sparse.kept)]
+    flat[sparse.kept] = values[: np.count_nonzero(sparse.kept)]
     return flat
 
 

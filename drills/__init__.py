@@ -1,0 +1,1 @@
+"""Faults on purpose, one file each: `python -m drills` (docs/reliability.md)."""

@@ -1,0 +1,135 @@
+"""What drills share: a small experiment, a run of it in a process of its own, what it should give.
+
+A drill is a file here with a function `drill(order) -> Report`. It injects a fault so many times
+and says what was lost; the runner finds it by its file's name.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import sys
+import time
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
+
+from anycostfl.cli.run import run
+from anycostfl.errors import AnycostError
+from anycostfl.records import CONFIG, JOURNAL
+from small_runs import small_overrides
+
+FAILED = 2  # what a run ends with that says what is wrong, as on the command line
+ROUNDS = 8
+
+
+@dataclass(frozen=True, slots=True)
+class Order:
+    """What a drill is told: how many faults to inject, where, by which dice."""
+
+    times: int
+    folder: Path
+    seed: int
+
+    def dice(self) -> random.Random:
+        """The moments and places of faults."""
+        return random.Random(self.seed)
+
+
+@dataclass(slots=True)
+class Report:
+    """What a drill did: the fault in words, how often it struck, what was lost or went wrong."""
+
+    fault: str
+    injected: int = 0
+    lost: list[str] = field(default_factory=list)
+    note: str = ""
+
+    def expect(self, good: bool, otherwise: str) -> None:
+        """Write down a loss unless something holds."""
+        if not good:
+            self.lost.append(otherwise)
+
+
+@dataclass(frozen=True, slots=True)
+class Trial:
+    """A small run in a folder, which can be started, resumed and compared with a whole one."""
+
+    folder: Path
+    workers: int = 1
+    rounds: int = ROUNDS
+
+    @property
+    def home(self) -> Path:
+        """The run directory."""
+        return self.folder / "run"
+
+    def start(self, before: Callable[[], None] = lambda: None) -> int:
+        """Begin or go on in a forked process, after doing something there; its id."""
+        child = os.fork()
+        if child:
+            return child
+        code = 1
+        try:
+            self._redirect()
+            before()
+            code = self._play()
+        except Exception:
+            traceback.print_exc()
+        finally:
+            os._exit(code)
+
+    def finish(self) -> int:
+        """Begin or go on to the end, undisturbed; the exit code."""
+        return os.waitstatus_to_exitcode(os.waitpid(self.start(), 0)[1])
+
+    def outcome(self) -> tuple[bytes, bytes]:
+        """Journal and last checkpoint, to the bit; empty where there is none."""
+        last = self.home / f"checkpoint-{self.rounds}.safetensors"
+        files = (self.home / JOURNAL, last)
+        journal, checkpoint = (path.read_bytes() if path.exists() else b"" for path in files)
+        return journal, checkpoint
+
+    def _redirect(self) -> None:
+        """What the run says goes into a file."""
+        log = os.open(self.folder / "run.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+        os.dup2(log, 1)
+        os.dup2(log, 2)
+
+    def _play(self) -> int:
+        try:
+            if (self.home / CONFIG).exists():
+                run(resume=self.home, workers=self.workers, json=True)
+            else:
+                every = (f"run.rounds={self.rounds}", "run.checkpoint_every=1")
+                overrides = small_overrides(self.folder, *every)
+                run("demo", overrides, self.home, None, self.workers, json=True)
+        except AnycostError as error:
+            print(error)
+            return FAILED
+        return 0
+
+
+def whole(folder: Path) -> tuple[tuple[bytes, bytes], float]:
+    """What a run gives that nothing happens to, and how many seconds it takes."""
+    folder.mkdir(parents=True)
+    trial, begun = Trial(folder), time.monotonic()
+    if trial.finish():
+        raise SystemExit((folder / "run.log").read_text())
+    return trial.outcome(), time.monotonic() - begun
+
+
+def kill_within(child: int, seconds: float) -> bool:
+    """Let a process live for so long, then kill it; whether it was still alive."""
+    until = time.monotonic() + seconds
+    while time.monotonic() < until:
+        if os.waitpid(child, os.WNOHANG)[0]:
+            return False
+        time.sleep(0.01)
+    os.kill(child, signal.SIGKILL)
+    os.waitpid(child, 0)
+    return True

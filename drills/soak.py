@@ -1,0 +1,66 @@
+"""Two hundred rounds in one process: memory and open files stay where they were."""
+
+from __future__ import annotations
+
+import gc
+import os
+from pathlib import Path
+
+import torch
+
+from anycostfl.config import to_toml
+from anycostfl.records import RunWriter
+from anycostfl.runs import keep
+from anycostfl.simulate import play
+from drills.common import Order, Report
+from small_runs import small_config
+
+WARM = 0.2  # of the rounds, until caches are full
+MOST_MIB = 16.0  # that memory may grow after that
+
+
+def drill(order: Order) -> Report:
+    """Play `order.times` rounds (of a real run directory) and compare late rounds with early."""
+    child = os.fork()  # so that nothing the drills did before is measured
+    if not child:
+        code = 1
+        try:
+            (order.folder / "told").write_text("\n".join(soak(order)))
+            code = 0
+        finally:
+            os._exit(code)
+    code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    report = Report("soak, rounds", order.times)
+    report.expect(code == 0, "the process")
+    if code == 0:
+        report.note, *report.lost = (order.folder / "told").read_text().splitlines()
+    return report
+
+
+def soak(order: Order) -> list[str]:
+    """A word on memory and files, then what went wrong."""
+    torch.set_num_threads(1)
+    config = small_config(
+        order.folder, f"run.rounds={order.times}", "run.checkpoint_every=10", "fleet.devices=40"
+    )
+    writer = RunWriter.create(order.folder / "run", to_toml(config))
+    memory, files = [], []
+    for turn in keep(play(config), config, writer):
+        if turn.record.round % 10 == 9 or turn.after.round == order.times:
+            gc.collect()
+            memory.append(resident_mib())
+            files.append(len(os.listdir("/proc/self/fd")))
+    early = max(1, int(WARM * len(memory)))
+    grown = memory[-1] - max(memory[:early])
+    told = [f"{grown:+.1f} MiB, {files[-1] - files[0]:+d} files"]
+    if grown > MOST_MIB:
+        told.append(f"memory grew by {grown:.1f} MiB")
+    if files[-1] > files[0]:
+        told.append(f"{files[-1] - files[0]} files were left open")
+    return told
+
+
+def resident_mib() -> float:
+    """What this process holds in memory now."""
+    pages = int(Path("/proc/self/statm").read_text().split()[1])
+    return pages * os.sysconf("SC_PAGE_SIZE") / 2**20
