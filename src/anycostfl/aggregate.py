@@ -7,7 +7,8 @@ One pass over the contributions: memory does not grow with the cohort. A sub-mod
 every dimension after sorting, so its update is added through slices, without masks of global size.
 
 `Rules` add what a server needs that takes updates from machines it does not own: sizes clipped to
-their median, elements that too few sent left alone, trimmed means and medians of whoever sent them.
+their median, updates that point away from the others left out, elements that too few sent left
+alone, trimmed means and medians of whoever sent them.
 A step size η and momentum μ are the server's, too; only where somebody sent element j,
 
     v[j] ← μ v[j] + ũ[j],   w[j] ← w[j] − η v[j]
@@ -20,7 +21,7 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Annotated, NamedTuple
 
@@ -31,7 +32,7 @@ from torch import Tensor
 
 from anycostfl.checks import Count, FloatArray, Interval, OneOf, Positive, check_fields
 from anycostfl.errors import ConfigError
-from anycostfl.shrink.widths import WidthPlan, add
+from anycostfl.shrink.widths import WidthPlan, add, take
 from anycostfl.theory import divergence_ratio
 from anycostfl.types import Update
 
@@ -52,6 +53,8 @@ class Rules:
     """How updates are put together; the first two hold against single devices, the rest costs more.
 
     clip: no update counts as larger than this many times its round's median; 0 is off.
+    agree: an update that points where the others point less than this share of the median update
+        does is left out; 0 is off.
     least: an element that fewer devices sent stays as it is.
     combine: `mean` is the paper's; `trimmed` and `median` take no weights and hold all updates of a
         round in memory.
@@ -61,6 +64,7 @@ class Rules:
     """
 
     clip: Annotated[float, Interval(0.0)] = 5.0
+    agree: Annotated[float, Interval(0.0, 1.0)] = 0.0
     least: Count = 1
     combine: Annotated[str, OneOf(("mean", "trimmed", "median"))] = "mean"
     trim: Annotated[float, Interval(0.0, 0.5)] = 0.2
@@ -73,7 +77,7 @@ class Rules:
 
 OPEN = Rules(clip=0.0)
 """The paper's rules: whatever arrives is believed."""
-DEFENCE = Rules(clip=1.0, least=1, combine="mean")
+DEFENCE = Rules(clip=1.0, agree=0.2)
 """For fleets in which some devices lie (docs/security.md)."""
 
 
@@ -202,6 +206,27 @@ def clipped(update: Update, bound: float) -> Update:
     if size <= bound:
         return update
     return Update({n: v * (bound / size) for n, v in update.values.items()}, update.masks)
+
+
+def agreements(
+    like: Mapping[str, Tensor], contributions: Callable[[], Iterable[Contribution]]
+) -> list[float]:
+    """The cosine of each update with the sum of all others, over the elements it sent."""
+    total = {name: torch.zeros_like(w, dtype=torch.float64) for name, w in like.items()}
+    for c in contributions():
+        for name, values in c.update.values.items():
+            add(total[name], c.plan.index[name], values, c.weight)
+    found = []
+    for c in contributions():
+        product = own = others = 0.0
+        for name, values in c.update.values.items():
+            rest = take(total[name], c.plan.index[name]) - c.weight * values.double()
+            rest = rest * c.update.masks[name]
+            product += float((rest * values).sum())
+            own += float(values.double().square().sum())
+            others += float(rest.square().sum())
+        found.append(product / math.sqrt(own * others) if own and others else 0.0)
+    return found
 
 
 def optimal_weights(

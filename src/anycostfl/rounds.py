@@ -8,13 +8,21 @@ from __future__ import annotations
 
 import hashlib
 import math
+import statistics
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
 
 from anycostfl import cost
-from anycostfl.aggregate import Contribution, Rules, clip_bound, clipped, size_of
+from anycostfl.aggregate import (
+    Contribution,
+    Rules,
+    agreements,
+    clip_bound,
+    clipped,
+    size_of,
+)
 from anycostfl.config import Config, to_toml
 from anycostfl.errors import PayloadError
 from anycostfl.fleet import Cohort
@@ -179,6 +187,24 @@ def accepted(method: Method, outcomes: Sequence[Outcome], rules: Rules) -> Itera
     for outcome in usable:
         update = clipped(_decode(method, outcome.assignment, outcome.reply), bound)
         yield Contribution(outcome.assignment.plan, update, outcome.assignment.weight)
+
+
+def screen(method: Method, outcomes: Sequence[Outcome], rules: Rules, like: State) -> list[Outcome]:
+    """Leave out updates that point away from the others, if the rules ask for it.
+
+    Two alone cannot tell which of them lies.
+    """
+    usable = [o for o in outcomes if o.status == "ok"]
+    if not rules.agree or len(usable) <= 2:
+        return list(outcomes)
+    found = agreements(like, lambda: accepted(method, usable, rules))
+    least = rules.agree * statistics.median(found)
+    away = {
+        o.assignment.device: f"left out: agrees with the others by {cosine:.3f}, not {least:.3f}"
+        for o, cosine in zip(usable, found, strict=True)
+        if cosine < least
+    }
+    return [replace(o, status=away.get(o.assignment.device, o.status)) for o in outcomes]
 
 
 def describe(

@@ -18,7 +18,7 @@ from anycostfl.experiment import prepare
 from anycostfl.fleet import choose, draw_cohort
 from anycostfl.gate import Bench, benched
 from anycostfl.methods import State
-from anycostfl.rounds import accepted, assign, describe, evaluate, is_due, receive
+from anycostfl.rounds import accepted, assign, describe, evaluate, is_due, receive, screen
 from anycostfl.runs import Snapshot, Turn, Turns
 from anycostfl.types import RoundRecord
 from anycostfl.workers import one_thread, open_executor
@@ -65,6 +65,7 @@ def play(config: Config, *, workers: int = 1, start: Snapshot | None = None) -> 
 
             replies = executor.perform([a.job(memories, liars) for a in assignments])
             outcomes = receive(method, assignments, replies)
+            outcomes = screen(method, outcomes, config.aggregation, tensors_of(net.module))
             updates = accepted(method, outcomes, config.aggregation)
             state, velocity = advance(tensors_of(net.module), updates, config.aggregation, velocity)
             net.load(state)

@@ -31,7 +31,16 @@ from anycostfl.flower.roster import ASK_S, answer_to, as_missing, cohort_of
 from anycostfl.flower.server import follow, make_tasks, stay
 from anycostfl.gate import Bench, benched
 from anycostfl.methods import State
-from anycostfl.rounds import Assignment, accepted, assign, describe, evaluate, is_due, receive
+from anycostfl.rounds import (
+    Assignment,
+    accepted,
+    assign,
+    describe,
+    evaluate,
+    is_due,
+    receive,
+    screen,
+)
 from anycostfl.types import RoundRecord, Strategies
 from anycostfl.workers import InProcess
 
@@ -126,6 +135,7 @@ class AnycostStrategy(Strategy):
         ]
         net, method, rules = self._side.net, self._side.method, self.config.aggregation
         outcomes = receive(method, sent.assignments, (answer.reply for answer in answers))
+        outcomes = screen(method, outcomes, rules, tensors_of(net.module))
         updates = accepted(method, outcomes, rules)
         state, self._velocity = advance(tensors_of(net.module), updates, rules, self._velocity)
         net.load(state)
