@@ -17,13 +17,14 @@ from anycostfl.aggregate import (
     Rules,
     advance,
     aggregate,
+    agreements,
     clip_bound,
     clipped,
     optimal_weights,
     size_of,
 )
 from anycostfl.errors import ConfigError
-from anycostfl.shrink.widths import put
+from anycostfl.shrink.widths import put, take
 from anycostfl.types import Update
 
 share = st.floats(0.01, 1.0)
@@ -229,6 +230,37 @@ def test_one_liar_cannot_move_a_median_far() -> None:
     for combine in ("trimmed", "median"):
         new = aggregate(state, [*honest, lied], Rules(combine=combine, trim=0.25))
         assert max(float(w.abs().max()) for w in new.values()) < 10
+
+
+def test_agreement_by_hand() -> None:
+    """Two that agree, one that says the opposite, one about elements of its own."""
+    given = [
+        pair([1.0, 1.0, 0.0], [1, 1, 0]), pair([1.0, 0.0, 0.0], [1, 0, 0]),
+        pair([-1.0, -1.0, 0.0], [1, 1, 0]), pair([0.0, 0.5, 0.0], [0, 1, 0]),
+    ]  # fmt: skip
+    found = agreements(dict(line().module.state_dict()), lambda: given)
+    # others of the first: (1 − 1 + 0, −1 + 0.5) = (0, −0.5); of the second, on its element: 1 − 1
+    assert found[0] == pytest.approx(-1 / 2**0.5)
+    assert found[1] == 0.0
+    # others of the third: (2, 1.5), and it is their opposite direction nearly
+    assert found[2] == pytest.approx(-3.5 / (2 * 6.25) ** 0.5)
+    assert found[3] == 0.0
+
+
+def test_those_who_flip_the_sign_disagree_at_any_width() -> None:
+    torch.manual_seed(0)
+    honest = [random_contribution(a, 1.0, seed=1) for a in (0.3, 0.6, 1.0, 1.0, 0.8, 1.0)]
+    common = {n: torch.randn(t.shape) for n, t in net().module.state_dict().items()}
+    told = []
+    for i, c in enumerate(honest):
+        sign = -1 if i == 2 else 1
+        values = {
+            n: sign * take(common[n], c.plan.index[n]) + 0.5 * v for n, v in c.update.values.items()
+        }
+        told.append(replace(c, update=Update(values, c.update.masks)))
+    found = agreements(dict(net().module.state_dict()), lambda: told)
+    assert found[2] < -0.2
+    assert min(found[:2] + found[3:]) > 0.2
 
 
 def test_sizes_are_clipped_to_their_median() -> None:

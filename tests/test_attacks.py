@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from anycostfl.attacks import LIES, Attack, corrupt, liars
+from anycostfl.records import totals
 from anycostfl.simulate import run
 from small_runs import small_config
 
@@ -37,6 +38,17 @@ def test_what_liars_send(kind: str) -> None:
     if kind == "inflate":
         assert torch.equal(lie[:15], update["w"][:15])
         assert lie[15].norm() > 10 * update["w"][15].norm()
+
+
+def test_those_who_point_away_are_left_out_and_it_is_written_down(tmp_path: Path) -> None:
+    more = ("attack.share=0.25", "run.rounds=2", "aggregation.agree=0.2", "fleet.devices=8")
+    config = small_config(tmp_path, "attack.kind=sign-flip", "fleet.cohort=8", *more)
+    lying = liars(config.attack, 8, config.run.seed)
+    first = next(iter(run(config)))
+    out = {d.device for d in first.devices if d.status.startswith("left out: agrees")}
+    assert set(lying) <= out  # an honest one with odd data may be among them
+    assert len(out) < 4
+    assert totals([first])["left_out"] == len(out)
 
 
 @pytest.mark.parametrize("kind", LIES)

@@ -394,6 +394,7 @@ def totals(records: Sequence[RoundRecord]) -> dict[str, float]:
         "sat_out": sum(d.status.startswith("sat out") for r in records for d in r.devices),
         "failed": sum(d.status.startswith("failed") for r in records for d in r.devices),
         "refused": sum(refusals(records).values()),
+        "left_out": sum(d.status.startswith("left out") for r in records for d in r.devices),
         "benched": sum(d.status.startswith("benched") for r in records for d in r.devices),
     }
 

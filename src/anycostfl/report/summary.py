@@ -33,6 +33,7 @@ def summarise(
         "devices_failed": int(spent["failed"]),
         "updates_refused": int(spent["refused"]),
         "refused_because": refusals(records),
+        "updates_left_out": int(spent["left_out"]),
         "devices_benched": len(benched),
         "rounds_benched": int(spent["benched"]),
         f"rounds_to_{target}": None if hit is None else hit + 1,

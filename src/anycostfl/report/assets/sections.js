@@ -370,7 +370,7 @@ function absentSection() {
     const reasons = new Map();
     for (const i of run.indices) {
       if (run.isOk(i)) continue;
-      const status = run.statusOf(i).replace(/^benched: .*/, "benched: refused too often");
+      const status = run.statusOf(i).replace(/^benched: .*/, "benched: refused too often").replace(/^left out: .*/, "left out: points away from the others");
       if (!reasons.has(status)) reasons.set(status, []);
       reasons.get(status).push(i);
     }
