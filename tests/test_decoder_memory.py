@@ -15,16 +15,15 @@ from decoder_memory import MIB, size_bytes
 LIMIT = 2 * size_bytes() + 16 * MIB
 
 
-QUICK = ("anycostfl", "fedavg")
-SLOW = [pytest.param(n, marks=pytest.mark.slow) for n in methods.names() if n not in QUICK]
+SLOW = [pytest.param(n, marks=pytest.mark.slow) for n in methods.names() if n != "anycostfl"]
 
 
-@pytest.mark.parametrize("method", [*QUICK, *SLOW])
+@pytest.mark.parametrize("method", ["anycostfl", *SLOW])
 def test_no_payload_makes_a_decoder_take_more(method: str) -> None:
     program = [sys.executable, str(Path(__file__).with_name("decoder_memory.py")), method]
     told = subprocess.run(program, capture_output=True, check=True, text=True, timeout=300).stdout
     found = [json.loads(line) for line in told.splitlines()]
-    assert len(found) > 100
+    assert len(found) > 40
     assert any(case["taken"] for case in found)
     worst = max(found, key=lambda case: case["bytes"])
     assert 0.5 * size_bytes() < worst["bytes"] <= LIMIT, worst
