@@ -17,7 +17,7 @@ import httpx
 import pytest
 import torch
 from cryptography.hazmat.primitives.asymmetric import ec
-from flwr.app import Message, RecordDict
+from flwr.app import Array, ArrayRecord, Message, RecordDict
 from flwr.common.constant import TIMESTAMP_HEADER
 from flwr.proto.node_pb2 import Node
 from flwr.supercore.constant import FLEET_HTTP_PUBLIC_KEY_HEADER, FLEET_HTTP_SIGNATURE_HEADER
@@ -35,6 +35,7 @@ from anycostfl.flower.clock import Signature, date_reply
 from anycostfl.flower.device import Setup, open_device, read_setup, recall, remember
 from anycostfl.flower.keys import KeyFolder, make_keys, names_of, private_key, public_key
 from anycostfl.flower.messages import (
+    TENSOR,
     Ask,
     MessageError,
     pack_state,
@@ -332,3 +333,10 @@ def test_a_reply_lapses_with_its_question_whatever_clock_the_device_has() -> Non
     question.metadata.__dict__["_created_at"] = 2e9
     date_reply(reply, question, 30.0)
     assert (reply.metadata.created_at, reply.metadata.ttl) == (2e9 + 30.0, 70.0)
+
+
+@pytest.mark.parametrize("shape", [(0, -1, 1), (-1, -4), (5,)])
+def test_arrays_of_impossible_shapes_are_refused(shape: tuple[int, ...]) -> None:
+    array = Array(dtype="uint8", shape=shape, stype=TENSOR, data=bytes(4 if 0 not in shape else 0))
+    with pytest.raises(MessageError, match="an array of shape"):
+        read_state(RecordDict({"order": ArrayRecord({"conv": array})}), "order")
