@@ -26,7 +26,7 @@ def test_no_payload_makes_a_decoder_take_more(method: str, codec: str) -> None:
     program = [sys.executable, str(Path(__file__).with_name("decoder_memory.py")), method, codec]
     told = subprocess.run(program, capture_output=True, check=True, text=True, timeout=300).stdout
     found = [json.loads(line) for line in told.splitlines()]
-    assert len(found) > 50
+    assert len(found) > 40
     assert any(case["taken"] for case in found)
     worst = max(found, key=lambda case: case["bytes"])
     assert 0.5 * size_bytes() < worst["bytes"] <= LIMIT, worst

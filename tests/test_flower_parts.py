@@ -17,12 +17,13 @@ import httpx
 import pytest
 import torch
 from cryptography.hazmat.primitives.asymmetric import ec
-from flwr.app import Message, RecordDict
+from flwr.app import Array, ArrayRecord, Message, RecordDict
 from flwr.common.constant import TIMESTAMP_HEADER
 from flwr.proto.node_pb2 import Node
 from flwr.supercore.constant import FLEET_HTTP_PUBLIC_KEY_HEADER, FLEET_HTTP_SIGNATURE_HEADER
 from flwr.supercore.primitives.asymmetric import bytes_to_public_key, verify_signature
 from flwr.supercore.protobuf.client import ProtobufRequestContext
+from flwr.supercore.task_identity import TaskIdentity
 from starlette.types import Receive, Scope, Send
 
 from anycostfl.cli import build_app
@@ -34,6 +35,7 @@ from anycostfl.flower.clock import Signature, date_reply
 from anycostfl.flower.device import Setup, open_device, read_setup, recall, remember
 from anycostfl.flower.keys import KeyFolder, make_keys, names_of, private_key, public_key
 from anycostfl.flower.messages import (
+    TENSOR,
     Ask,
     MessageError,
     pack_state,
@@ -295,6 +297,22 @@ def test_a_device_with_a_wrong_clock_goes_by_the_servers() -> None:
     assert server.asked == 7
 
 
+def test_two_threads_that_are_refused_at_once_both_sign_again() -> None:
+    signature = Signature(ec.generate_private_key(ec.SECP384R1()))
+    server, nested = StrictServer(timedelta(days=3)), []
+
+    def busy(context: ProtobufRequestContext) -> httpx.Response:
+        answer = server(context)
+        if not nested:  # meanwhile the heartbeat is refused, too, and learns the time
+            other = ProtobufRequestContext("y", Node(), httpx.Request("POST", "http://server"))
+            nested.append(other)
+            assert signature.intercept(other, server).status_code == 200
+        return answer
+
+    request = ProtobufRequestContext("x", Node(), httpx.Request("POST", "http://server"))
+    assert signature.intercept(request, busy).status_code == 200
+
+
 def test_a_stranger_is_refused_whatever_the_time_and_not_asked_for_ever() -> None:
     signature, asked = Signature(ec.generate_private_key(ec.SECP384R1())), 0
 
@@ -309,8 +327,16 @@ def test_a_stranger_is_refused_whatever_the_time_and_not_asked_for_ever() -> Non
 
 
 def test_a_reply_lapses_with_its_question_whatever_clock_the_device_has() -> None:
+    TaskIdentity.task_id, TaskIdentity.run_id, TaskIdentity.node_id = 1, 1, 1
     question = Message(RecordDict(), 5, "train", ttl=100.0)
     reply = Message(RecordDict(), reply_to=question)
     question.metadata.__dict__["_created_at"] = 2e9
     date_reply(reply, question, 30.0)
     assert (reply.metadata.created_at, reply.metadata.ttl) == (2e9 + 30.0, 70.0)
+
+
+@pytest.mark.parametrize("shape", [(0, -1, 1), (-1, -4), (5,)])
+def test_arrays_of_impossible_shapes_are_refused(shape: tuple[int, ...]) -> None:
+    array = Array(dtype="uint8", shape=shape, stype=TENSOR, data=bytes(4 if 0 not in shape else 0))
+    with pytest.raises(MessageError, match="an array of shape"):
+        read_state(RecordDict({"order": ArrayRecord({"conv": array})}), "order")

@@ -33,15 +33,17 @@ class Signature:
 
     def intercept(self, context: ProtobufRequestContext, call_next: ProtobufCall) -> httpx.Response:
         """Send a request signed; once more if it was refused and the clock proves wrong."""
-        self._sign(context.request)
+        believed = self._sign(context.request)
         response = call_next(context)
-        if response.status_code == httpx.codes.UNAUTHORIZED and self._learn(response):
+        if response.status_code == httpx.codes.UNAUTHORIZED and self._learn(response, believed):
             self._sign(context.request)
             response = call_next(context)
         return response
 
-    def _sign(self, request: httpx.Request) -> None:
-        when = (datetime.now(UTC) + self._behind).isoformat()
+    def _sign(self, request: httpx.Request) -> timedelta:
+        """Sign a request; how far behind this machine's clock was taken to be."""
+        believed = self._behind
+        when = (datetime.now(UTC) + believed).isoformat()
         signature = sign_message(self._key, when.encode("ascii"))
         request.headers.update(
             {
@@ -50,16 +52,20 @@ class Signature:
                 FLEET_HTTP_SIGNATURE_HEADER: b64encode(signature).decode("ascii"),
             }
         )
+        return believed
 
-    def _learn(self, response: httpx.Response) -> bool:
-        """Take over the time in an answer; whether it was another."""
+    def _learn(self, response: httpx.Response, believed: timedelta) -> bool:
+        """Take over the time in an answer; whether the request was signed by another.
+
+        Another thread may have learned it in the meantime, so what counts is what was signed.
+        """
         try:
             there = parsedate_to_datetime(response.headers["date"])
             behind = there - datetime.now(UTC)
         except (KeyError, ValueError, TypeError, OverflowError):
             return False
-        before, self._behind = self._behind, behind
-        return abs((behind - before).total_seconds()) > LEAST_S
+        self._behind = behind
+        return abs((behind - believed).total_seconds()) > LEAST_S
 
 
 def date_reply(reply: Message, question: Message, seconds: float) -> None:

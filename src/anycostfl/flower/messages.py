@@ -254,7 +254,8 @@ def _as_tensor(array: Array) -> Tensor:
     kind = getattr(torch, array.dtype, None)
     if array.stype != TENSOR or not isinstance(kind, torch.dtype):
         raise MessageError(f"an array of kind {array.stype!r} and type {array.dtype!r}")
-    if len(array.data) != math.prod(array.shape) * kind.itemsize:
+    whole = all(n >= 0 for n in array.shape)
+    if not whole or len(array.data) != math.prod(array.shape) * kind.itemsize:
         raise MessageError(f"an array of shape {array.shape} with {len(array.data)} bytes")
     return _tensor(bytearray(array.data), kind, array.shape)
 
