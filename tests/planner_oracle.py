@@ -6,6 +6,7 @@ narrowed around the best point found.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import numpy as np
@@ -21,7 +22,7 @@ class Found(NamedTuple):
     gain: Array
 
 
-def random_devices(rng: np.random.Generator, count: int) -> Devices:
+def random_devices(rng: np.random.Generator, count: int, *, overhead: float = 0.0) -> Devices:
     """Light and heavy work, good and bad radio, tight and loose budgets."""
 
     def spread(low: float, high: float) -> Array:
@@ -38,25 +39,31 @@ def random_devices(rng: np.random.Generator, count: int) -> Devices:
         power_w=spread(0.003, 5),
         latency_s=spread(0.2, 300),
         energy_j=spread(0.02, 500),
+        overhead=overhead * rng.random(count),
     )
 
 
-def search(devices: Devices, workload: Workload, limits: Limits) -> Found:
+Quality = Callable[[Array], Array]
+
+
+def search(
+    devices: Devices, workload: Workload, limits: Limits, quality: Quality = lambda beta: beta
+) -> Found:
     parts = [
-        _search_block(devices.take(slice(i, i + 250)), workload, limits)
+        _search_block(devices.take(slice(i, i + 250)), workload, limits, quality)
         for i in range(0, len(devices), 250)
     ]
     return Found(*(np.concatenate(column) for column in zip(*parts, strict=True)))
 
 
-def _search_block(devices: Devices, workload: Workload, limits: Limits) -> Found:
+def _search_block(devices: Devices, workload: Workload, limits: Limits, quality: Quality) -> Found:
     low = np.full(len(devices), np.log(limits.alpha_min))
     high = np.zeros(len(devices))
     best = np.full(len(devices), -np.inf)
     for step, points in enumerate([49, *[9] * 13]):
         share = np.linspace(0.0, 1.0, points)
         alpha = np.exp(low[:, None] + (high - low)[:, None] * share)
-        gain = _gain_at(devices, workload, limits, alpha)
+        gain = _gain_at(devices, workload, limits, alpha, quality)
         best = np.maximum(best, gain.max(axis=1))
         centre = np.argmax(gain, axis=1)
         width = (high - low) / (points - 1)
@@ -67,14 +74,17 @@ def _search_block(devices: Devices, workload: Workload, limits: Limits) -> Found
     return Found(np.isfinite(best), np.where(np.isfinite(best), best, 0.0))
 
 
-def _gain_at(devices: Devices, workload: Workload, limits: Limits, alpha: Array) -> Array:
-    """Best α⁴β at each α (device, point), −∞ where nothing is affordable."""
+def _gain_at(
+    devices: Devices, workload: Workload, limits: Limits, alpha: Array, quality: Quality
+) -> Array:
+    """Best α⁴·q(β) at each α (device, point), −∞ where nothing is affordable."""
     columns = {name: getattr(devices, name)[:, None] for name in Devices.__slots__}
-    work = workload.epochs * columns["samples"] * workload.flops_per_sample * alpha
+    work = workload.epochs * columns["samples"] * workload.flops_per_sample
+    work = work * (alpha + columns["overhead"])
     work = work / columns["flops_per_cycle"]
     left = _upload_time(columns, work)
     beta = left * columns["rate_bps"] / (alpha * workload.size_bits)
-    gain = alpha**4 * np.minimum(beta, limits.beta_max)
+    gain = alpha**4 * quality(np.clip(beta, 0.0, limits.beta_max))
     return np.where(beta >= limits.beta_min, gain, -np.inf)
 
 
@@ -108,7 +118,7 @@ def polish(devices: Devices, workload: Workload, limits: Limits) -> Array:
 
     def gain(log_alpha: Array) -> Array:
         alpha = np.exp(log_alpha)
-        left = _upload_time_by_bisection(columns, cycles * alpha)
+        left = _upload_time_by_bisection(columns, cycles * (alpha + columns["overhead"]))
         beta = left * columns["rate_bps"] / (alpha * workload.size_bits)
         # past the last affordable α the value falls on, so that the peak stays the only one
         return np.where(

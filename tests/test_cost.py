@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from anycostfl import cost
-from anycostfl.types import Workload, make_devices
+from anycostfl.types import Devices, Workload, make_devices
 
 WORKLOAD = Workload(flops_per_sample=2e6, size_bits=8e6, epochs=3)
 DEVICES = make_devices(
@@ -29,6 +29,14 @@ def test_one_round_by_hand() -> None:
     latency, energy = cost.round_cost(DEVICES, WORKLOAD, alpha, beta, frequency)
     assert latency[0] == pytest.approx(0.15 + 0.4)  # 0.5 × 0.1 × 8e6 bit / 1e6 bit/s
     assert energy[0] == pytest.approx(1e-26 * 2.5e17 * 7.5e7 + 0.4 * 0.5)
+
+
+def test_overhead_is_paid_at_every_width() -> None:
+    slow = make_devices(**{n: getattr(DEVICES, n) for n in Devices.__slots__} | {"overhead": 0.1})
+    alpha = np.array([0.5])
+    cycles = cost.sub_model_cycles(slow, WORKLOAD, alpha)
+    assert cycles[0] == pytest.approx(0.6 * 1.5e8)
+    assert cost.compute_time_s(cycles, np.array([1e9]))[0] == pytest.approx(0.09)
 
 
 def test_path_loss_is_the_macro_cell_model() -> None:

@@ -6,7 +6,7 @@ import math
 import struct
 import time
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from pathlib import Path
 
@@ -21,9 +21,12 @@ from anycostfl.config import Config
 from anycostfl.experiment import prepare, settle
 from anycostfl.flower import messages, roster, server
 from anycostfl.flower.roster import NotEnoughDevices, Terms
+from anycostfl.flower.strategy import AnycostStrategy
+from anycostfl.rounds import DUPLICATE
 from anycostfl.runs import Turn
 from anycostfl.simulate import play
 from anycostfl.types import RoundRecord
+from anycostfl.workers import one_thread
 from flower_grid import FIRST_NODE, LocalGrid, Tamper, honest
 from small_runs import small_config
 
@@ -60,6 +63,39 @@ def test_the_result_is_the_simulators_bit_for_bit(tmp_path: Path, method: str) -
     flower = over_flower(config)
     assert_same(flower, list(play(config)))
     assert len({d.alpha for t in flower for d in t.record.devices}) > 1 or method != "anycostfl"
+
+
+def test_as_a_strategy_of_flower_it_is_the_same(tmp_path: Path) -> None:
+    kept = ("compression.feedback=true", "aggregation.momentum=0.5")
+    config = config_of(tmp_path, "run.rounds=3", "fleet.cohort=4", *kept)
+    strategy = AnycostStrategy(config)
+    with one_thread():
+        result = strategy.start(LocalGrid(5), strategy.initial_arrays(), num_rounds=3)
+    simulated = list(play(config))
+    assert [off_the_wire(r) for r in strategy.records] == [t.record for t in simulated]
+    state = result.arrays.to_torch_state_dict()
+    for name, tensor in simulated[-1].after.state.items():
+        assert torch.equal(state[name], tensor), name
+    assert result.train_metrics_clientapp[3]["accuracy"] == simulated[-1].record.accuracy
+
+
+def test_a_strategy_goes_on_without_those_who_fail(tmp_path: Path) -> None:
+    def tamper(device: int, sent: Message, reply: Message) -> Message | None:
+        if sent.metadata.message_type != "train":
+            return None if device == 0 else reply  # it never says what it can afford
+        return None if device == 1 else reply
+
+    config = config_of(tmp_path, "run.rounds=1")
+    strategy = AnycostStrategy(config)
+    strategy.start(LocalGrid(5, tamper), strategy.initial_arrays(), num_rounds=1)
+    (record,) = strategy.records
+    assert {d.device: d.status for d in record.devices} == {
+        1: "missing: no reply in time", 2: "ok", 3: "ok", 4: "ok",
+    }  # fmt: skip
+    nobody = AnycostStrategy(config)
+    nothing = nobody.start(LocalGrid(0), nobody.initial_arrays(), num_rounds=1)
+    assert nothing.train_metrics_clientapp == {}
+    assert nobody.records == [RoundRecord(0, None, ())]
 
 
 def test_going_on_from_any_round_ends_the_same(tmp_path: Path) -> None:
@@ -158,8 +194,12 @@ def not_a_number(sent: Message, result: messages.Result) -> messages.Result:
         ("anycostfl", garbage, "refused: "),
         ("anycostfl", nothing, "refused: "),
         ("anycostfl", other_plan, "refused: "),
-        ("fedavg", garbage, "refused: a dense payload of this plan has"),
-        ("fedavg", not_a_number, "refused: the payload holds a value that is not finite"),
+        ("fedavg", garbage, "refused: malformed: a dense payload of this plan has"),
+        (
+            "fedavg",
+            not_a_number,
+            "refused: malformed: the payload holds a value that is not finite",
+        ),
     ],
 )
 def test_a_lying_device_is_refused_and_the_round_goes_on(
@@ -190,7 +230,7 @@ def test_the_payload_of_another_round_is_refused(tmp_path: Path) -> None:
 
     first, second = over_flower(config, lies(stale, liar=3))
     assert first.record.devices[3].status == "ok"
-    assert second.record.devices[3].status.startswith("refused: ")
+    assert second.record.devices[3].status.startswith("refused: foreign: ")
 
 
 def test_a_reply_that_is_no_result_is_refused(tmp_path: Path) -> None:
@@ -204,7 +244,7 @@ def test_a_reply_that_is_no_result_is_refused(tmp_path: Path) -> None:
 
     turns = over_flower(config, tamper)
     assert [t.record.devices[2].status for t in turns] == [
-        "refused: a message without anycostfl/payload"
+        "refused: unreadable: a message without anycostfl/payload"
     ] * 2
 
 
@@ -295,3 +335,61 @@ def test_two_nodes_cannot_be_one_device(tmp_path: Path) -> None:
     (turn,) = server.play(config, grid, replace(QUICK, wait_for=4))
     assert [d.device for d in turn.record.devices] == [0, 1, 2, 3]
     assert {d.status for d in turn.record.devices} == {"ok"}
+
+
+# --- refused often --------------------------------------------------------------------------------
+
+
+def test_a_second_reply_is_refused_and_the_first_stands(tmp_path: Path) -> None:
+    config = config_of(tmp_path)
+    grid = LocalGrid(5)
+    pull, twice = grid.pull_messages, FIRST_NODE + 2
+
+    def pull_twice(message_ids: Iterable[str]) -> Iterable[Message]:
+        for reply in pull(message_ids):
+            if reply.metadata.src_node_id == twice and "result" in reply.content:
+                again = retold(reply, lambda result: replace(result, payload=b"another"))
+                yield from (reply, again)
+            else:
+                time.sleep(0.3)  # so that the round is not over before the second one is read
+                yield reply
+
+    grid.pull_messages = pull_twice  # type: ignore[method-assign]
+    turns = list(server.play(config, grid, QUICK))
+    plain = list(play(config))
+    assert [d.status for d in turns[0].record.devices] == ["ok"] * 5
+    for name, tensor in plain[-1].after.state.items():
+        assert torch.equal(turns[-1].after.state[name], tensor), name
+    assert [t.record.devices[2].surplus for t in turns] == [(DUPLICATE,)] * 2
+
+
+def test_a_device_refused_again_and_again_is_benched_like_in_the_simulator(tmp_path: Path) -> None:
+    config = config_of(tmp_path, "run.rounds=5", "gate.strikes=2", "gate.bench_rounds=2")
+    turns = over_flower(config, lies(garbage, liar=4))
+    seen = [next(d.status for d in t.record.devices if d.device == 4) for t in turns]
+    assert [text.partition(":")[0] for text in seen] == [
+        "refused", "refused", "benched", "benched", "refused",
+    ]  # fmt: skip
+    assert seen[2] == "benched: until round 4"
+    rest = list(
+        server.play(config, LocalGrid(5, lies(garbage, liar=4)), QUICK, start=turns[2].after)
+    )
+    assert [off_the_wire(t.record) for t in rest] == [off_the_wire(t.record) for t in turns[3:]]
+
+
+def test_a_fleet_of_benched_devices_is_not_enough(tmp_path: Path) -> None:
+    config = config_of(tmp_path, "gate.strikes=1")
+    liars = lies(garbage, liar=4)
+
+    def tamper(_device: int, sent: Message, reply: Message) -> Message | None:
+        return liars(4, sent, reply)
+
+    with pytest.raises(NotEnoughDevices, match="5 of them benched"):
+        over_flower(config, tamper, replace(QUICK, patience_s=2.0))
+    assert device_statuses(config, tamper) == {"refused"}
+
+
+def device_statuses(config: Config, tamper: Tamper) -> set[str]:
+    grid = LocalGrid(config.fleet.devices, tamper)
+    first = next(server.play(config, grid, QUICK))
+    return {d.status.partition(":")[0] for d in first.record.devices}

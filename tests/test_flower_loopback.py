@@ -99,7 +99,9 @@ def test_four_widths_over_tls_with_keys_as_simulated_and_a_stranger_is_refused(
     for device in devices:
         device.terminate()
     assert [ends(device, 20) for device in devices] == [143] * 4
+    assert "refused by the server" in processes.log("stranger")
     assert "joined" not in processes.log("stranger")
+    assert (fleet.run / "report.html").exists()
     stranger.terminate()
     ends(stranger, 20)
     wait_until(lambda: not processes.pids(), 20, "every process is gone")

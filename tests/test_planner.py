@@ -15,6 +15,7 @@ from anycostfl.planner import (
     plan_strategies,
     require_feasible,
 )
+from anycostfl.theory import MEASURED
 from anycostfl.types import Binds, Devices, Limits, Reason, Strategies, Workload, make_devices
 from planner_oracle import polish, random_devices, search
 
@@ -80,9 +81,42 @@ def test_no_worse_than_brute_force_and_infeasible_exactly_where_it_is(case: int)
 
 
 @pytest.mark.parametrize("case", range(len(CASES)))
-def test_equals_the_true_optimum_to_nine_digits(case: int) -> None:
+def test_no_worse_than_brute_force_with_overhead(case: int) -> None:
     workload, limits = CASES[case]
-    devices = random_devices(np.random.default_rng(100 + case), 1500)
+    devices = random_devices(np.random.default_rng(50 + case), 1000, overhead=0.5)
+    exact, found = plan_strategies(devices, workload, limits), search(devices, workload, limits)
+    assert np.array_equal(exact.feasible, found.feasible)
+    assert np.all(exact.gain >= found.gain * (1 - 1e-6))
+    assert_within_every_constraint(exact, devices, workload, limits)
+
+
+@pytest.mark.parametrize("codec", MEASURED)
+@pytest.mark.parametrize("case", range(len(CASES)))
+def test_no_worse_than_brute_force_with_a_measured_codec(case: int, codec: str) -> None:
+    workload, limits = CASES[case]
+    curve = MEASURED[codec]
+    devices = random_devices(np.random.default_rng(70 + case), 500, overhead=0.2 * (case % 2))
+    exact = plan_strategies(devices, workload, limits, curve)
+    found = search(devices, workload, limits, curve.quality)
+    assert np.array_equal(exact.feasible, found.feasible)
+    assert np.all(exact.gain >= found.gain * (1 - 1e-6))
+    assert_within_every_constraint(exact, devices, workload, limits)
+    on = exact.feasible
+    np.testing.assert_allclose(exact.gain[on], exact.alpha[on] ** 4 * curve.quality(exact.beta[on]))
+
+
+def test_a_better_codec_sends_less_and_computes_more() -> None:
+    plain = plan_strategies(one_device(), CNN, PAPER)[0]
+    better = plan_strategies(one_device(), CNN, PAPER, MEASURED["lowrank"])[0]
+    assert better.alpha > 1.1 * plain.alpha
+    assert better.alpha * better.beta < 0.5 * plain.alpha * plain.beta
+
+
+@pytest.mark.parametrize("overhead", [0.0, 0.3])
+@pytest.mark.parametrize("case", range(len(CASES)))
+def test_equals_the_true_optimum_to_nine_digits(case: int, overhead: float) -> None:
+    workload, limits = CASES[case]
+    devices = random_devices(np.random.default_rng(100 + case), 1500, overhead=overhead)
     exact, true = plan_strategies(devices, workload, limits), polish(devices, workload, limits)
     np.testing.assert_allclose(exact.gain, true, rtol=1e-9, atol=0)
 
@@ -259,6 +293,17 @@ def test_needed_budgets_are_told_as_pairs_that_suffice() -> None:
 def test_nobody_to_plan_for() -> None:
     nobody = one_device().take(np.array([], dtype=np.intp))
     assert len(plan_strategies(nobody, CNN, PAPER)) == 0
+
+
+def test_a_tiny_overhead_changes_next_to_nothing() -> None:
+    rng = np.random.default_rng(7)
+    devices = random_devices(rng, 5000)
+    values = {name: getattr(devices, name) for name in Devices.__slots__}
+    tiny = make_devices(**{**values, "overhead": 1e-12})
+    plain, searched = plan_strategies(devices, CNN, PAPER), plan_strategies(tiny, CNN, PAPER)
+    assert np.mean(plain.feasible != searched.feasible) < 1e-3
+    both = plain.feasible & searched.feasible
+    np.testing.assert_allclose(searched.gain[both], plain.gain[both], rtol=1e-8)
 
 
 def test_result_does_not_depend_on_the_other_devices() -> None:

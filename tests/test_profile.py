@@ -195,25 +195,33 @@ paces = st.lists(
 )
 
 
-@given(paces, st.floats(0.9, 1.1))
-def test_no_other_speed_has_a_smaller_worst_error(found: list[Pace], other: float) -> None:
-    def worst(speed: float) -> float:
+@given(paces, st.floats(0.9, 1.1), st.integers(0, 500))
+def test_no_other_speed_has_a_smaller_worst_error(
+    found: list[Pace], other: float, overhead: int
+) -> None:
+    def worst(speed: Speed) -> float:
         ratios = [
-            1e6 * share / speed / pace.seconds_per_sample
+            speed.seconds(1e6, share) / pace.seconds_per_sample
             for pace in found
             for share in (pace.alpha, pace.flops_ratio)
         ]
         return max(abs(ratio - 1) for ratio in ratios)
 
     speed = fit_speed(1e6, found)
-    assert worst(speed.flops_per_second) == pytest.approx(speed.worst_error, abs=1e-9)
-    assert worst(speed.flops_per_second * other) >= speed.worst_error - 1e-9
+    assert worst(speed) == pytest.approx(speed.worst_error, abs=1e-9)
+    changed = replace(speed, flops_per_second=speed.flops_per_second * other)
+    assert worst(changed) >= speed.worst_error - 1e-9
+    assert worst(replace(changed, overhead=overhead / 1000)) >= speed.worst_error - 1e-9
 
 
-def test_speed_by_hand() -> None:
-    speed = fit_speed(1e6, [Pace(1.0, 1.0, 1e-3), Pace(0.25, 0.25, 4e-4)])
-    assert speed.flops_per_second == pytest.approx((1e9 + 6.25e8) / 2)
-    assert speed.worst_error == pytest.approx(3 / 13)
+def test_speed_and_overhead_by_hand() -> None:
+    speed = fit_speed(1e6, [Pace(1.0, 1.0, 1.1e-3), Pace(0.25, 0.25, 3.5e-4)])
+    assert speed.overhead == pytest.approx(0.1)
+    assert speed.flops_per_second == pytest.approx(1e9)
+    assert speed.worst_error == pytest.approx(0.0, abs=1e-9)
+    fast = fit_speed(1e6, [Pace(1.0, 1.0, 1e-3), Pace(0.25, 0.25, 2e-4)])
+    assert fast.overhead == 0.0  # faster than proportional: there is no negative overhead
+    assert fast.worst_error == pytest.approx(1 / 9)
 
 
 # --- the profile ----------------------------------------------------------------------------------
@@ -227,7 +235,7 @@ def example(rate: network.Rate | None = None) -> Measurement:
         threads=2,
         clock=machine.Clock(1e9, 2e9, 1.5e9, "cpufreq"),
         paces=(Pace(1.0, 1.0, 2e-3), Pace(0.5, 0.468, 1e-3)),
-        speed=Speed(3e10, 0.1),
+        speed=Speed(3e10, 0.05, 0.1),
         energy=profile.Energy(meters.Power(6.75, 0.2), "RAPL package-0", ()),
         size_bits=53_227_840,
         rate=rate,
@@ -276,13 +284,13 @@ def test_planner_and_simulator_predict_what_the_profile_says(tmp_path: Path) -> 
     (record,) = run(settings)
     for device in record.devices:
         full = device.samples * 72384512 / 3e10 * 1.5e9 / device.frequency_hz
-        assert device.compute_s == pytest.approx(full * device.flops_ratio)
+        assert device.compute_s == pytest.approx(full * (device.flops_ratio + 0.05))
     devices = fleet.place_device(
         config.load_profile(str(path)), settings.fleet, distance_m=1.0, latency_s=5.0, energy_j=9.0
     )
-    cycles = cost.compute_cycles(devices, settings.workload)
-    half = cost.compute_time_s(cycles, np.array([0.5]), np.array([1.5e9]))
-    assert half[0] == pytest.approx(0.5 * 20 * 72384512 / 3e10)
+    cycles = cost.sub_model_cycles(devices, settings.workload, 0.5)
+    half = cost.compute_time_s(cycles, np.array([1.5e9]))
+    assert half[0] == pytest.approx(0.55 * 20 * 72384512 / 3e10)
 
 
 # --- the network ----------------------------------------------------------------------------------

@@ -76,10 +76,50 @@ def test_a_damaged_checkpoint_is_passed_over_for_the_one_before(
     assert "damaged" in saved.remarks[0]
 
 
-def test_a_damaged_journal_is_read_up_to_the_damage(tmp_path: Path) -> None:
-    write_some(tmp_path / "run", 3)
+@pytest.mark.parametrize("damage", ["truncate", "garbage", "shuffle", "empty", "gone"])
+def test_a_damaged_journal_is_read_from_its_copy(tmp_path: Path, damage: str) -> None:
+    write_some(tmp_path / "run", 4)
     journal = tmp_path / "run" / records.JOURNAL
-    journal.write_bytes(journal.read_bytes()[:-30])
+    content = journal.read_bytes()
+    lines = content.splitlines(keepends=True)
+    journal.write_bytes({
+        "truncate": content[:-30],
+        "garbage": content[:50] + b"\xff" + content[51:],
+        "shuffle": b"".join((lines[1], lines[0], *lines[2:])),
+        "empty": b"",
+        "gone": b"",
+    }[damage])  # fmt: skip
+    if damage == "gone":
+        journal.unlink()
+    saved, _ = open_run(tmp_path / "run")
+    assert saved.records == tuple(record(number) for number in range(4))
+    assert saved.checkpoint is not None
+    assert saved.checkpoint.rounds == 4
+    assert "rounds.copy.jsonl was used" in saved.remarks[0]
+    assert journal.read_bytes() == content
+    assert read_run(tmp_path / "run").remarks == ()
+
+
+def test_a_damaged_checkpoint_does_not_count_as_one_of_the_two(tmp_path: Path) -> None:
+    write_some(tmp_path / "run", 3)
+    newest = checkpoints(tmp_path / "run")[0]
+    newest.write_bytes(b"nothing")
+    _, writer = open_run(tmp_path / "run")
+    assert (tmp_path / "run" / "checkpoint-3.damaged").read_bytes() == b"nothing"
+    writer.append(record(2))
+    writer.append(record(3))
+    writer.checkpoint(4, {"w": torch.ones(2)}, {}, {})
+    assert [path.name for path in checkpoints(tmp_path / "run")] == [
+        "checkpoint-4.safetensors",
+        "checkpoint-2.safetensors",
+    ]
+
+
+def test_a_journal_damaged_in_both_copies_is_read_up_to_the_damage(tmp_path: Path) -> None:
+    write_some(tmp_path / "run", 3)
+    for name in (records.JOURNAL, records.COPY):
+        journal = tmp_path / "run" / name
+        journal.write_bytes(journal.read_bytes()[:-30])
     saved, _ = open_run(tmp_path / "run")
     assert [r.round for r in saved.records] == [0, 1]
     assert saved.checkpoint is not None

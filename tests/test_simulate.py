@@ -116,7 +116,7 @@ def test_a_nan_loss_is_refused_and_recorded(
     monkeypatch.setattr(DeviceSide, "perform", perform)
     (turn,) = play(config)
     statuses = {d.device: d.status for d in turn.record.devices}
-    assert statuses.pop(victims[0]).startswith("refused: ")
+    assert statuses.pop(victims[0]).startswith("failed: ")
     assert set(statuses.values()) == {"ok"}
     assert all(torch.isfinite(t).all() for t in final([turn]).values())
 
@@ -135,6 +135,7 @@ def test_a_damaged_payload_is_refused_and_recorded(
 
     monkeypatch.setattr(DeviceSide, "perform", perform)
     (turn,) = play(config)
+    assert {d.status.split(": ")[1] for d in turn.record.devices} <= {"damaged", "malformed"}
     assert all(d.status.startswith("refused: ") for d in turn.record.devices)
 
 
@@ -152,7 +153,7 @@ def test_a_payload_of_another_round_is_refused(
     monkeypatch.setattr(DeviceSide, "perform", perform)
     first, second = play(config)
     assert {d.status for d in first.record.devices} == {"ok"}
-    assert all(d.status.startswith("refused: ") for d in second.record.devices)
+    assert all(d.status.startswith("refused: foreign: ") for d in second.record.devices)
 
 
 def test_batchnorm_models_train_and_are_recalibrated(tmp_path: Path) -> None:

@@ -9,6 +9,7 @@ import pytest
 from typer.testing import CliRunner
 
 from anycostfl import methods
+from anycostfl.attacks import LIES
 from anycostfl.cli import build_app
 from anycostfl.compare import Series
 from anycostfl.errors import ConfigError
@@ -71,4 +72,19 @@ def test_widths_of_every_method(tmp_path: Path) -> None:
 def test_an_unknown_kind_is_named() -> None:
     result = CliRunner().invoke(build_app(), ["sweep", "ablations", "demo"])
     assert isinstance(result.exception, ConfigError)
-    assert "ablation, compute, radio, widths" in str(result.exception)
+    assert "ablation, compute, radio, widths, attacks" in str(result.exception)
+
+
+def test_attacks_with_and_without_a_defence(tmp_path: Path) -> None:
+    found = call(tmp_path, "attacks", "demo", "--rounds", "2")["attacks"]
+    assert isinstance(found, dict)
+    assert list(found) == ["none", *LIES]
+    assert all(list(row) == ["open", "defended"] for row in found.values())
+    assert len({tuple(row.values()) for row in found.values()}) > 1
+    folder = tmp_path / "all"
+    header, clean, *rest = (folder / "attacks.csv").read_text().splitlines()
+    assert header == 'liars,"open, %",points,"defended, %",points'
+    assert clean.startswith("none,")
+    assert clean.split(",")[2] == "+0.00"
+    assert len(rest) == len(LIES)
+    assert (folder / "attacks.md").read_text().count("\n") == 3 + len(LIES)

@@ -120,3 +120,28 @@ def test_bad_values_are_all_named() -> None:
         theory.convergence_factor(0.5, strong_convexity=2.0, lipschitz=1.0)
     with pytest.raises(ConfigError, match="numbers > 0"):
         theory.rounds_to(0.0, factor=0.5, start=1.0)
+
+
+# --- the quality of a measured codec --------------------------------------------------------------
+
+
+def test_quality_by_hand() -> None:
+    curve = theory.RateDistortion((0.01, 0.1), (0.25, 0.04))
+    np.testing.assert_allclose(curve.quality([0.01, 0.1, 1.0]), [0.25, 0.64, 1.0])
+    assert curve.quality(np.sqrt(0.01 * 0.1)) == pytest.approx(np.sqrt(0.25 * 0.64))
+    assert curve.quality(0.001) == pytest.approx(0.025)  # a tenth of the rate, a tenth of it
+    assert curve.quality(0.0) < 1e-300
+
+
+@pytest.mark.parametrize("codec", theory.MEASURED)
+def test_measured_quality_rises_and_is_concave_in_logarithms(codec: str) -> None:
+    beta = np.geomspace(1e-5, 1.0, 400)
+    slope = np.diff(np.log(theory.MEASURED[codec].quality(beta))) / np.diff(np.log(beta))
+    assert np.all(slope > 0)
+    assert np.all(np.diff(slope) < 1e-9)
+
+
+def test_the_papers_codec_has_beta_itself_as_its_quality() -> None:
+    beta = np.array([0.01, 0.1, 0.5])
+    paper = theory.RateDistortion(tuple(beta), tuple((1 - np.sqrt(beta)) ** 2))
+    np.testing.assert_allclose(paper.quality(beta), beta)

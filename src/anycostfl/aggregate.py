@@ -71,6 +71,12 @@ class Rules:
         check_fields(self)
 
 
+OPEN = Rules(clip=0.0)
+"""The paper's rules: whatever arrives is believed."""
+DEFENCE = Rules(clip=1.0, least=1, combine="mean")
+"""For fleets in which some devices lie (docs/security.md)."""
+
+
 def aggregate(
     like: Mapping[str, Tensor], contributions: Iterable[Contribution], rules: Rules | None = None
 ) -> dict[str, Tensor]:

@@ -55,6 +55,7 @@ POSITIVE = Interval(0.0, open_low=True)
 Positive = Annotated[float, POSITIVE]
 Count = Annotated[int, Interval(1.0)]
 PositiveArray = Annotated[FloatArray, POSITIVE]
+AtLeastZero = Interval(0.0)
 
 
 def check_fields(record: object) -> None:

@@ -24,6 +24,7 @@ from anycostfl.attacks import Attack
 from anycostfl.checks import Count, Interval, OneOf, Positive, check_fields, rule_problems
 from anycostfl.codec import CODECS
 from anycostfl.errors import ConfigError, UnknownName
+from anycostfl.gate import Gate
 from anycostfl.types import FleetSpec, Limits, Profile, Workload
 
 Record = TypeVar("Record")
@@ -123,6 +124,7 @@ class Config:
     limits: Limits = field(default_factory=Limits)
     compression: Compression = field(default_factory=Compression)
     aggregation: Rules = field(default_factory=Rules)
+    gate: Gate = field(default_factory=Gate)
     attack: Attack = field(default_factory=Attack)
     rates: Mapping[str, float] = field(default_factory=dict)
     summary: str = ""

@@ -1,10 +1,11 @@
 """Time and energy of computing and of the radio (Sec. IV-A, eqs. 5–9).
 
-    T^cmp = C·α / f          E^cmp = ε·f²·C·α          with C = τ·|D|·W cycles
+    T^cmp = C·(α + o) / f    E^cmp = ε·f²·C·(α + o)    with C = τ·|D|·W cycles
     r = b·log2(1 + h·P / (N0·b))
     T^com = α·β·S / r        E^com = T^com·P
 
 Deviation: W is in cycles, so a workload carries FLOPs per sample and a device its FLOPs per cycle.
+On a measured device some work does not shrink with the width: its overhead o, 0 in the paper.
 The path loss h is the macro-cell model 128.1 + 37.6·log10(d in km) dB of 3GPP TR 36.814, whose
 exponent is the paper's 3.76; the paper leaves the constant out.
 """
@@ -25,19 +26,21 @@ def compute_cycles(devices: Devices, workload: Workload) -> FloatArray:
     return cycles
 
 
-def compute_time_s(cycles: FloatArray, alpha: FloatArray, frequency_hz: FloatArray) -> FloatArray:
-    """T^cmp of training a sub-model of width factor α."""
-    return cycles * alpha / frequency_hz
+def sub_model_cycles(devices: Devices, workload: Workload, alpha: FloatArray | float) -> FloatArray:
+    """C·(α + o): cycles of one round on a sub-model of width factor α."""
+    return compute_cycles(devices, workload) * (alpha + devices.overhead)
+
+
+def compute_time_s(cycles: FloatArray, frequency_hz: FloatArray) -> FloatArray:
+    """T^cmp of so many cycles."""
+    return cycles / frequency_hz
 
 
 def compute_energy_j(
-    cycles: FloatArray,
-    alpha: FloatArray,
-    frequency_hz: FloatArray,
-    energy_coefficient: FloatArray,
+    cycles: FloatArray, frequency_hz: FloatArray, energy_coefficient: FloatArray
 ) -> FloatArray:
-    """E^cmp of training a sub-model of width factor α."""
-    return energy_coefficient * frequency_hz * frequency_hz * cycles * alpha
+    """E^cmp of so many cycles."""
+    return energy_coefficient * frequency_hz * frequency_hz * cycles
 
 
 def path_gain(
@@ -83,8 +86,8 @@ def round_cost(
     frequency_hz: FloatArray,
 ) -> tuple[FloatArray, FloatArray]:
     """Latency in seconds and energy in joules of one round: computing, then uploading."""
-    cycles = compute_cycles(devices, workload)
+    cycles = sub_model_cycles(devices, workload, alpha)
     upload = upload_time_s(alpha, beta, workload.size_bits, devices.rate_bps)
-    latency = compute_time_s(cycles, alpha, frequency_hz) + upload
-    energy = compute_energy_j(cycles, alpha, frequency_hz, devices.energy_coefficient)
+    latency = compute_time_s(cycles, frequency_hz) + upload
+    energy = compute_energy_j(cycles, frequency_hz, devices.energy_coefficient)
     return latency, energy + upload_energy_j(upload, devices.power_w)

@@ -34,7 +34,21 @@ class UpdateError(AnycostError, ValueError):
 
 
 class PayloadError(AnycostError, ValueError):
-    """Bytes that are not a payload of the expected plan."""
+    """Bytes that are not a payload of the expected plan; `cause` says in one word why."""
+
+    cause = "malformed"
+
+
+class DamagedPayload(PayloadError):  # noqa: N818 - reads as what happened
+    """A payload that is not as long as it says, or not what its checksum is of."""
+
+    cause = "damaged"
+
+
+class ForeignPayload(PayloadError):  # noqa: N818 - reads as what happened
+    """A payload of another run, round, device or plan: a mix-up, or a replay."""
+
+    cause = "foreign"
 
 
 class UnknownName(AnycostError, LookupError):  # noqa: N818 - reads as what happened

@@ -57,10 +57,15 @@ def draw_cohort(
     round_index: int,
     samples: npt.ArrayLike | None = None,
     profiles: Mapping[str, Profile] | None = None,
+    ready: Container[int] | None = None,
 ) -> Cohort:
-    """The cohort of a round; `samples` are the real counts of the whole fleet, once known."""
+    """The cohort of a round, of the whole fleet or of those who are ready.
+
+    `samples` are the real counts of the whole fleet, once known.
+    """
     fleet = draw_fleet(spec, seed=seed, round_index=round_index, samples=samples, profiles=profiles)
-    index = choose(spec, range(spec.devices), seed=seed, round_index=round_index)
+    everyone = range(spec.devices) if ready is None else ready
+    index = choose(spec, everyone, seed=seed, round_index=round_index)
     return Cohort(index, fleet.distance_m[index], fleet.devices.take(index))
 
 
@@ -123,6 +128,7 @@ def draw_hardware(
         "frequency_min_hz",
         "frequency_max_hz",
         "power_w",
+        "overhead",
         "energy_coefficient",
     )
     if kinds := _kinds(spec, profiles):
@@ -132,7 +138,7 @@ def draw_hardware(
         low, high = _around((low + high) / 2, spec.energy_coefficient_std)
     epsilon = _uniform(generator(seed, 0, Purpose.HARDWARE), (low, high), spec.devices)
     constants = {name: np.full(spec.devices, getattr(spec, name)) for name in names[:4]}
-    return {**constants, "energy_coefficient": epsilon}
+    return {**constants, "overhead": np.zeros(spec.devices), "energy_coefficient": epsilon}
 
 
 def measured_rate_bps(spec: FleetSpec, profiles: Mapping[str, Profile]) -> FloatArray:
@@ -179,6 +185,7 @@ def place_device(
         frequency_max_hz=profile.frequency_max_hz,
         rate_bps=channel if profile.rate_bps is None else profile.rate_bps,
         power_w=profile.power_w,
+        overhead=profile.overhead,
         latency_s=latency_s,
         energy_j=energy_j,
     )

@@ -23,12 +23,18 @@ How it is solved, without iteration over α:
 3. α* is the α of step 1 moved between those two and into [α^min, 1]; f for that α is the root of
    another such cubic. Where the caps leave slack, the slowest clock in time saves the most energy.
 
+Two extensions are solved by golden section over log α, with f and β at each α as in step 3. A
+measured device has an overhead o: cycles C·(α + o). The budgets are still sums of exponentials, so
+the gain still has one peak over log α. A codec of measured quality q has the gain α⁴·q(β): log q
+rises with log β and is concave, so again there is one peak, and the largest affordable β is best.
+
 Deviations: Lemma 3 (both budgets always spent) holds only while no cap binds; slack is reported.
 `closed_form` is the paper's own solution, with the sign of φ^{s2} corrected, for comparison.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, fields
 
 import numpy as np
@@ -37,12 +43,15 @@ import numpy.typing as npt
 from anycostfl import cost
 from anycostfl.checks import FloatArray
 from anycostfl.errors import InfeasibleBudget
+from anycostfl.theory import RateDistortion
 from anycostfl.types import Binds, Devices, Limits, Reason, Strategies, Workload
 
 BLOCK = 8192  # devices solved together, so that every array stays in the processor's cache
 NEWTON_STEPS = 6  # from at most 1.46 times the root, quadratic convergence needs no more
 TOUCHES = 1e-9  # relative distance at which a constraint counts as binding
 ROUNDING = 1e-12  # relative; a budget equal to the least affordable one is affordable
+GOLDEN = (5**0.5 - 1) / 2
+GOLDEN_STEPS = 50  # of the interval 4e-11 is left, and a peak is flat: the gain is exact
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,6 +59,7 @@ class _Problem:
     """The constants of (P3), one array each."""
 
     cycles: FloatArray
+    overhead: FloatArray
     epsilon: FloatArray
     power: FloatArray
     latency: FloatArray
@@ -58,11 +68,20 @@ class _Problem:
     frequency_min: FloatArray
     frequency_max: FloatArray
 
+    def take(self, index: npt.NDArray[np.intp]) -> _Problem:
+        """The devices at these positions."""
+        return _Problem(*(getattr(self, item.name)[index] for item in fields(self)))
 
-def plan_strategies(devices: Devices, workload: Workload, limits: Limits) -> Strategies:
-    """The strategy of largest gain α⁴β for every device, within its budgets and all caps."""
+
+def plan_strategies(
+    devices: Devices, workload: Workload, limits: Limits, codec: RateDistortion | None = None
+) -> Strategies:
+    """The strategy of largest gain for every device, within its budgets and all caps.
+
+    The gain is α⁴β, or α⁴·q(β) with a codec that was measured.
+    """
     blocks = [
-        _plan_block(devices.take(slice(start, start + BLOCK)), workload, limits)
+        _plan_block(devices.take(slice(start, start + BLOCK)), workload, limits, codec)
         for start in range(0, max(len(devices), 1), BLOCK)
     ]
     return Strategies(
@@ -103,7 +122,7 @@ def fixed_strategies(
     For methods that know no budgets: nobody sits out, energy is what it costs, and a device too
     slow for the latency budget (or whose upload alone breaks it) is late.
     """
-    cycles = cost.compute_cycles(devices, workload) * alpha
+    cycles = cost.sub_model_cycles(devices, workload, alpha)
     upload = cost.upload_time_s(alpha, beta, workload.size_bits, devices.rate_bps)
     left = np.where(upload < devices.latency_s, devices.latency_s - upload, devices.latency_s)
     wanted = cycles / left if frequency_hz is None else frequency_hz
@@ -118,6 +137,8 @@ def closed_form(
     devices: Devices, workload: Workload, limits: Limits, *, clipped: bool = False
 ) -> Strategies:
     """The paper's solution of (P4), for comparison; it may leave the box and the budgets.
+
+    It knows no overhead.
 
     `feasible` says where it does not. With `clipped` it is moved back: α, β and f into their
     intervals, then β and at last α reduced at that f until both budgets hold.
@@ -203,22 +224,41 @@ def _meets_all(
     return inside
 
 
-def _plan_block(devices: Devices, workload: Workload, limits: Limits) -> Strategies:
+def _plan_block(
+    devices: Devices, workload: Workload, limits: Limits, codec: RateDistortion | None
+) -> Strategies:
     problem = _pose(devices, workload)
     alpha_most = _largest_alpha(problem, limits.beta_min)
     alpha_rich = _largest_alpha(problem, limits.beta_max)
     alpha = np.minimum(np.maximum(_free_alpha(problem), alpha_rich), np.minimum(alpha_most, 1.0))
     alpha = np.maximum(alpha, limits.alpha_min)
     feasible = alpha_most >= limits.alpha_min * (1.0 - ROUNDING)
-    beta, frequency = _spend(problem, limits, alpha, capped=alpha <= alpha_rich)
+    capped = alpha <= alpha_rich
+    quality = codec.quality if codec else _paper_quality
+    searched = problem.overhead > 0 if codec is None else np.ones(len(alpha), np.bool_)
+    if len(some := np.flatnonzero(searched)):
+        parts = _search_alpha(problem.take(some), limits, quality)
+        alpha[some], feasible[some], capped[some] = parts
+    beta, frequency = _spend(problem, limits, alpha, capped=capped)
     return _describe(
-        devices, workload, limits, (alpha, beta, frequency), shown=feasible, feasible=feasible
+        devices,
+        workload,
+        limits,
+        (alpha, beta, frequency),
+        shown=feasible,
+        feasible=feasible,
+        quality=quality,
     )
+
+
+def _paper_quality(beta: FloatArray) -> FloatArray:
+    return beta
 
 
 def _pose(devices: Devices, workload: Workload) -> _Problem:
     return _Problem(
         cycles=cost.compute_cycles(devices, workload),
+        overhead=devices.overhead,
         epsilon=devices.energy_coefficient,
         power=devices.power_w,
         latency=devices.latency_s,
@@ -264,11 +304,32 @@ def _largest_alpha(p: _Problem, beta: float) -> FloatArray:
     return np.minimum(by_latency, by_energy)
 
 
-def _spend(
-    p: _Problem, limits: Limits, alpha: FloatArray, *, capped: npt.NDArray[np.bool_]
-) -> tuple[FloatArray, FloatArray]:
-    """β and f for a given α (step 3); `capped` says where α affords β^max."""
-    work = p.cycles * alpha
+def _search_alpha(
+    p: _Problem, limits: Limits, quality: Callable[[FloatArray], FloatArray]
+) -> tuple[FloatArray, npt.NDArray[np.bool_], npt.NDArray[np.bool_]]:
+    """The best α, where there is one, and where it affords β^max."""
+
+    def gain(alpha: FloatArray) -> FloatArray:
+        beta = _longest_upload(p, p.cycles * (alpha + p.overhead))[0] / (alpha * p.upload)
+        value = (alpha * alpha) ** 2 * quality(np.clip(beta, 0.0, limits.beta_max))
+        # Past the last affordable α the value falls on, so that the peak stays the only one.
+        return np.where(beta >= limits.beta_min * (1.0 - ROUNDING), value, -alpha)
+
+    low, high = np.full_like(p.cycles, np.log(limits.alpha_min)), np.zeros_like(p.cycles)
+    ends = np.exp(low), np.exp(high)
+    for _ in range(GOLDEN_STEPS):
+        step = GOLDEN * (high - low)
+        first, second = high - step, low + step
+        rising = gain(np.exp(second)) >= gain(np.exp(first))
+        low, high = np.where(rising, first, low), np.where(rising, high, second)
+    tried = np.stack([*ends, np.exp(low), np.exp(high)])
+    best = np.take_along_axis(tried, np.argmax(gain(tried), axis=0)[None], axis=0)[0]
+    left = _longest_upload(p, p.cycles * (best + p.overhead))[0]
+    return best, gain(best) >= 0.0, left >= limits.beta_max * best * p.upload
+
+
+def _longest_upload(p: _Problem, work: FloatArray) -> tuple[FloatArray, FloatArray]:
+    """How long both budgets let a device send beside so many cycles, and the clock for that."""
     linear = (p.power * p.latency - p.energy) / (p.epsilon * work)
     meeting = _positive_root(linear, p.power / p.epsilon)
     fastest = _clip_frequency(p, meeting)
@@ -276,7 +337,15 @@ def _spend(
     in_energy = (p.energy - p.epsilon * fastest * fastest * work) / p.power
     # Where the budgets meet both are equal; the smaller budget loses fewer digits.
     both = np.where(linear > 0, in_energy, in_time)
-    left = np.where(fastest == meeting, both, np.minimum(in_time, in_energy))
+    return np.where(fastest == meeting, both, np.minimum(in_time, in_energy)), fastest
+
+
+def _spend(
+    p: _Problem, limits: Limits, alpha: FloatArray, *, capped: npt.NDArray[np.bool_]
+) -> tuple[FloatArray, FloatArray]:
+    """β and f for a given α (step 3); `capped` says where α affords β^max."""
+    work = p.cycles * (alpha + p.overhead)
+    left, fastest = _longest_upload(p, work)
     beta = np.where(capped, limits.beta_max, left / (alpha * p.upload))
     beta = np.minimum(np.maximum(beta, limits.beta_min), limits.beta_max)
     slowest = work / np.maximum(p.latency - alpha * beta * p.upload, work / p.frequency_max)
@@ -313,6 +382,7 @@ def _describe(
     *,
     shown: npt.NDArray[np.bool_],
     feasible: npt.NDArray[np.bool_],
+    quality: Callable[[FloatArray], FloatArray] = _paper_quality,
 ) -> Strategies:
     """What the chosen (α, β, f) cost and gain, and what binds; zeros where not shown."""
     alpha, beta, frequency = (np.where(shown, part, 0.0) for part in chosen)
@@ -322,7 +392,7 @@ def _describe(
         alpha=alpha,
         beta=beta,
         frequency_hz=frequency,
-        gain=(alpha * alpha) ** 2 * beta,
+        gain=(alpha * alpha) ** 2 * quality(beta),
         latency_s=latency,
         energy_j=energy,
         latency_slack_s=np.where(shown, devices.latency_s - latency, 0.0),
@@ -363,7 +433,7 @@ def _smallest(
     devices: Devices, workload: Workload, limits: Limits
 ) -> tuple[FloatArray, FloatArray]:
     """Cycles and upload time of the strategy (α^min, β^min)."""
-    cycles = cost.compute_cycles(devices, workload) * limits.alpha_min
+    cycles = cost.sub_model_cycles(devices, workload, limits.alpha_min)
     return cycles, limits.alpha_min * limits.beta_min * workload.size_bits / devices.rate_bps
 
 

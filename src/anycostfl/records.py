@@ -3,6 +3,7 @@
     config.toml          the resolved configuration; `anycostfl run config.toml` repeats the run
     environment.json     versions, machine, command
     rounds.jsonl         one round per line, the same bytes whenever the run is repeated
+    rounds.copy.jsonl    the same once more, for lines that get damaged
     timing.jsonl         wall seconds per round, which are not
     checkpoint-N.safetensors   the global state, its velocity and all memories after N rounds
     widths.json          accuracy and cost of sub-models, if they were measured
@@ -11,7 +12,8 @@
 A checkpoint is written beside its place and renamed into it, after the journal has reached the
 disk. So at any moment, even during a power cut, the newest checkpoint is whole and the journal
 holds at least its rounds; `open_run` cuts the journal back to them. A checkpoint carries a checksum
-of its tensors; a damaged one is passed over for the one before.
+of its tensors; a damaged one is passed over for the one before and set aside, so that it does not
+count as one of the two that are kept. No clock decides anything here.
 """
 
 from __future__ import annotations
@@ -24,6 +26,7 @@ import re
 import sys
 import time
 import zlib
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -40,7 +43,7 @@ from anycostfl.errors import AnycostError
 from anycostfl.types import DeviceRecord, RoundRecord
 
 CONFIG, ENVIRONMENT = "config.toml", "environment.json"
-JOURNAL, TIMING = "rounds.jsonl", "timing.jsonl"
+JOURNAL, COPY, TIMING = "rounds.jsonl", "rounds.copy.jsonl", "timing.jsonl"
 WIDTHS, PAGE = "widths.json", "report.html"
 KEPT_CHECKPOINTS = 2
 
@@ -89,6 +92,7 @@ class RunWriter:
             folder.mkdir(parents=True, exist_ok=True)
             write_whole(folder / ENVIRONMENT, json.dumps(environment(), indent=2).encode())
             write_whole(folder / JOURNAL, b"")
+            write_whole(folder / COPY, b"")
             write_whole(folder / CONFIG, config.encode())
         return cls(folder)
 
@@ -103,7 +107,9 @@ class RunWriter:
         timing = {"round": record.round, "seconds": round(now - self._last, 4)}
         self._last = now
         with _said(self.folder):
-            _append(self.folder / JOURNAL, json.dumps(dataclasses.asdict(record)))
+            line = json.dumps(dataclasses.asdict(record))
+            _append(self.folder / JOURNAL, line)
+            _append(self.folder / COPY, line)
             _append(self.folder / TIMING, json.dumps(timing))
 
     def checkpoint(
@@ -148,9 +154,13 @@ def open_run(folder: Path) -> tuple[SavedRun, RunWriter]:
     kept = saved.records[:rounds]
     lines = "".join(json.dumps(dataclasses.asdict(record)) + "\n" for record in kept)
     with _said(folder):
+        write_whole(folder / COPY, lines.encode())
         write_whole(folder / JOURNAL, lines.encode())
         for left in folder.glob("*.part"):
             left.unlink()
+        for path in checkpoints(folder):
+            if (_rounds_of(path) or 0) > rounds:
+                path.replace(path.with_suffix(".damaged"))
     return dataclasses.replace(saved, records=kept), RunWriter(folder)
 
 
@@ -175,36 +185,64 @@ def read_run(folder: Path) -> SavedRun:
 def read_journal(
     folder: Path, *, growing: bool = False
 ) -> tuple[tuple[RoundRecord, ...], tuple[str, ...]]:
-    """The rounds of a run up to the first damage, and a remark on it.
+    """The rounds of a run up to the first line that is whole in neither copy; remarks on damage.
 
     Of a journal that is still growing, a last line without its end is no damage: it is on its way.
     """
     if not (folder / CONFIG).is_file():
         raise StorageError(f"{folder} holds no run: it has no {CONFIG}")
-    path = folder / JOURNAL
-    content = path.read_bytes() if path.exists() else b""
-    if growing:
-        content = content[: content.rfind(b"\n") + 1]
+    copies = [_lines(folder / JOURNAL, whole=growing)]
+    if not growing:
+        copies.append(_lines(folder / COPY, whole=True))
     remarks: list[str] = []
-    return tuple(_parse_journal(content.splitlines(), remarks)), tuple(remarks)
+    return tuple(_parse_journal(copies, remarks)), tuple(remarks)
 
 
-def _parse_journal(lines: Sequence[bytes], remarks: list[str]) -> Iterator[RoundRecord]:
-    """Rounds 0, 1, 2 … up to the end or the first line that is not whole."""
-    for number, line in enumerate(lines):
-        try:
-            record = _as_record(json.loads(line))
-        except (ValueError, TypeError, KeyError, RecursionError) as error:
-            remarks.append(f"{JOURNAL} is damaged from line {number + 1} on ({error})")
-            return
-        if record.round != number:
-            remarks.append(f"{JOURNAL} has round {record.round} on line {number + 1}")
-            return
+def _lines(path: Path, *, whole: bool) -> list[bytes]:
+    """The lines of a file; without the last if it must be whole and has no end."""
+    content = path.read_bytes() if path.exists() else b""
+    return (content[: content.rfind(b"\n") + 1] if whole else content).splitlines()
+
+
+def _parse_journal(copies: Sequence[Sequence[bytes]], remarks: list[str]) -> Iterator[RoundRecord]:
+    """Rounds 0, 1, 2 … up to the end or the first line that is whole in no copy."""
+    saved: list[int] = []
+    for number in range(max(map(len, copies))):
+        problems: list[str] = []
+        found = (_parse_line(lines, number, problems) for lines in copies)
+        record = next((record for record in found if record is not None), None)
+        if record is None:
+            remarks.append(f"{JOURNAL} is damaged from line {number + 1} on ({problems[0]})")
+            break
+        if problems:
+            saved.append(number + 1)
         yield record
+    if saved:
+        also = f" and {len(saved) - 1} more" if saved[1:] else ""
+        remarks.append(f"{JOURNAL} is damaged in line {saved[0]}{also}; {COPY} was used")
+
+
+def _parse_line(lines: Sequence[bytes], number: int, problems: list[str]) -> RoundRecord | None:
+    """The round of that number, or None after adding to the problems."""
+    try:
+        record = _as_record(json.loads(lines[number]))
+    except IndexError:
+        problems.append("it ends there")
+    except (ValueError, TypeError, KeyError, RecursionError) as error:
+        problems.append(str(error))
+    else:
+        if record.round == number:
+            return record
+        problems.append(f"round {record.round} stands there")
+    return None
 
 
 def _as_record(table: Mapping[str, Any]) -> RoundRecord:
-    devices = tuple(DeviceRecord(**{**d, "binds": tuple(d["binds"])}) for d in table["devices"])
+    lists = ("binds", "surplus")
+    devices = tuple(
+        DeviceRecord(**{**d, **{name: tuple(d.get(name, ())) for name in lists}})
+        for d in table["devices"]
+    )
     record = RoundRecord(table["round"], table["accuracy"], devices)
     _check_kinds(record)
     for device in devices:
@@ -232,8 +270,10 @@ def _check_kinds(record: RoundRecord | DeviceRecord) -> None:
         value = getattr(record, name)
         if not isinstance(value, kind) or (isinstance(value, int) and abs(value) > 1 << 62):
             raise ValueError(f"{name} is {str(value)[:40]!r}")
-    if isinstance(record, DeviceRecord) and not all(isinstance(word, str) for word in record.binds):
-        raise ValueError("binds are not words")
+    if isinstance(record, DeviceRecord):
+        words = (*record.binds, *record.surplus)
+        if not all(isinstance(word, str) for word in words):
+            raise ValueError("binds or surplus are not words")
 
 
 def _read_checkpoint(path: Path) -> Checkpoint:
@@ -344,5 +384,15 @@ def totals(records: Sequence[RoundRecord]) -> dict[str, float]:
         "mean_alpha": sum(d.alpha for d in taking_part) / count,
         "mean_beta": sum(d.beta for d in taking_part) / count,
         "sat_out": sum(d.status.startswith("sat out") for r in records for d in r.devices),
-        "refused": sum(d.status.startswith("refused") for r in records for d in r.devices),
+        "failed": sum(d.status.startswith("failed") for r in records for d in r.devices),
+        "refused": sum(refusals(records).values()),
+        "benched": sum(d.status.startswith("benched") for r in records for d in r.devices),
     }
+
+
+def refusals(records: Sequence[RoundRecord]) -> dict[str, int]:
+    """How many replies were refused, by cause in one word; the most frequent first."""
+    devices = [device for record in records for device in record.devices]
+    told = [d.status.removeprefix("refused: ") for d in devices if d.status.startswith("refused")]
+    told += [why for d in devices for why in d.surplus]
+    return dict(Counter(why.partition(":")[0] for why in told).most_common())

@@ -13,8 +13,9 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
+from anycostfl import cost
 from anycostfl.aggregate import Contribution, Rules, clip_bound, clipped, size_of
-from anycostfl.config import Config
+from anycostfl.config import Config, to_toml
 from anycostfl.errors import PayloadError
 from anycostfl.fleet import Cohort
 from anycostfl.methods import Method, State, Upload
@@ -60,7 +61,8 @@ def assign(
         return []
     asked = config.run.weigh_samples
     by_samples = side.method.by_samples if asked is None else asked
-    samples = cohort.devices.samples[able] if by_samples else np.ones(len(able))
+    held = side.sample_counts().numpy()[cohort.index]  # of the split, not what devices claim
+    samples = held[able].astype(np.float64) if by_samples else np.ones(len(able))
     weights = side.method.weigh(strategies.alpha[able], strategies.beta[able], samples)
     return [
         _assign_one(config, side, strategies, number, (i, int(cohort.index[i]), weight))
@@ -96,39 +98,74 @@ def _assign_one(
 
 def binding(config: Config, number: int, device: int, plan: WidthPlan) -> bytes:
     """What a payload belongs to: run, round, device and plan."""
-    what = (config.run.seed, config.run.method, number, device, sorted(plan.widths.items()))
+    what = (to_toml(config), number, device, sorted(plan.widths.items()))
     return hashlib.blake2s(repr(what).encode()).digest()
 
 
 # --- what comes back ------------------------------------------------------------------------------
 
+DUPLICATE = "duplicate: it had replied in this round already"
+MOST_SURPLUS = 10  # further replies of a device in a round that are written down
+LONGEST_REASON = 300  # characters
+OVERHEAD = 4096  # bytes of a payload that do not grow with the plan
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Outcome:
-    """What became of an assignment: its reply, "ok" or why it does not count, the update's size."""
+    """What became of an assignment: its reply, "ok" or why it does not count, the update's size.
+
+    `surplus` says why further replies of the same device are refused.
+    """
 
     assignment: Assignment
     reply: Reply
     status: str
     size: float = 0.0
+    surplus: tuple[str, ...] = ()
 
 
 def receive(
     method: Method, assignments: Sequence[Assignment], replies: Iterable[Reply]
 ) -> list[Outcome]:
-    """Check one reply after the other against what its device was told."""
-    return [_check(method, a, reply) for a, reply in zip(assignments, replies, strict=True)]
+    """The gate: check replies as they come against what each device was told.
+
+    The first reply of a device counts, if any does; outcomes are in the order of the assignments.
+    """
+    told = {a.device: a for a in assignments}
+    found: dict[int, Outcome] = {}
+    for reply in replies:
+        first = found.get(reply.device)
+        if first is None:
+            found[reply.device] = _check(method, told[reply.device], reply)
+        elif len(first.surplus) < MOST_SURPLUS:
+            found[reply.device] = replace(first, surplus=(*first.surplus, DUPLICATE))
+    return [found[a.device] for a in assignments]
 
 
 def _check(method: Method, assignment: Assignment, reply: Reply) -> Outcome:
     if reply.missing:
-        return Outcome(assignment, reply, f"missing: {reply.missing}")
+        return Outcome(assignment, reply, _words("missing", reply.missing))
     if reply.error:
-        return Outcome(assignment, reply, f"refused: {reply.error}")
+        return Outcome(assignment, reply, _words("failed", reply.error))
+    if reply.unreadable:
+        return Outcome(assignment, reply, _words("refused: unreadable", reply.unreadable))
     try:
+        _check_length(assignment, reply.payload)
         return Outcome(assignment, reply, "ok", size_of(_decode(method, assignment, reply)))
     except PayloadError as error:
-        return Outcome(assignment, reply, f"refused: {error}")
+        return Outcome(assignment, reply, _words(f"refused: {error.cause}", str(error)))
+
+
+def _check_length(assignment: Assignment, payload: bytes) -> None:
+    """No method needs more than 32 bits for an element, and a little for every tensor."""
+    most = OVERHEAD + sum(4 * math.prod(shape) + 64 for shape in assignment.shapes.values())
+    if len(payload) > most:
+        raise PayloadError(f"a payload of this plan has at most {most} bytes, not {len(payload)}")
+
+
+def _words(begin: str, text: str) -> str:
+    """A status; what a device made us say is cut to one line of a sane length."""
+    return f"{begin}: {' '.join(text[:LONGEST_REASON].split())}"
 
 
 def _decode(method: Method, assignment: Assignment, reply: Reply) -> Update:
@@ -184,14 +221,15 @@ def _describe_device(
         wire_bytes_up=outcome.reply.wire_bytes_up,
         wire_bytes_down=outcome.reply.wire_bytes_down,
         binds=tuple(Binds(int(strategies.binds[i])).words()),
+        surplus=outcome.surplus,
     )
     return charge(done, devices, i, config.workload)
 
 
 def charge(record: DeviceRecord, devices: Devices, i: int, workload: Workload) -> DeviceRecord:
     """What the i-th device pays for the FLOPs it computed, at its clock, and the bytes it sent."""
-    flops = workload.epochs * record.samples * workload.flops_per_sample * record.flops_ratio
-    cycles = flops / float(devices.flops_per_cycle[i])
+    here = devices.take(slice(i, i + 1))
+    cycles = float(cost.sub_model_cycles(here, workload, record.flops_ratio)[0])
     upload_s = 8 * record.bytes_up / record.rate_bps
     return replace(
         record,

@@ -13,6 +13,7 @@ from pathlib import Path
 from torch import Tensor
 
 from anycostfl.config import Config, parse_config
+from anycostfl.gate import Bench, bench_of
 from anycostfl.methods import State
 from anycostfl.records import RunWriter, open_run
 from anycostfl.types import RoundRecord
@@ -22,13 +23,14 @@ from anycostfl.types import RoundRecord
 class Snapshot:
     """Everything the next round needs.
 
-    Its number, the global state, what devices remember, how the global state moves by momentum.
+    Its number, the global state, memories, how the state moves by momentum, who is benched.
     """
 
     round: int
     state: Mapping[str, Tensor]
     memories: Mapping[int, State]
     velocity: State = field(default_factory=dict)
+    bench: Bench = field(default_factory=Bench)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -56,11 +58,12 @@ class Stopped:
 def take_up(folder: Path) -> Stopped:
     """Open a run directory to go on from its newest whole checkpoint."""
     saved, writer = open_run(folder)
-    point = saved.checkpoint
+    config, point = parse_config(saved.config, str(folder)), saved.checkpoint
+    bench = bench_of(saved.records, config.gate)
     return Stopped(
-        config=parse_config(saved.config, str(folder)),
+        config=config,
         records=list(saved.records),
-        start=Snapshot(point.rounds, point.state, point.memories, point.velocity)
+        start=Snapshot(point.rounds, point.state, point.memories, point.velocity, bench)
         if point
         else None,
         writer=writer,

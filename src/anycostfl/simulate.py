@@ -15,7 +15,8 @@ from anycostfl.aggregate import advance
 from anycostfl.config import Config, load_profile
 from anycostfl.coupling import tensors_of
 from anycostfl.experiment import prepare
-from anycostfl.fleet import draw_cohort
+from anycostfl.fleet import choose, draw_cohort
+from anycostfl.gate import Bench, benched
 from anycostfl.methods import State
 from anycostfl.rounds import accepted, assign, describe, evaluate, is_due, receive
 from anycostfl.runs import Snapshot, Turn, Turns
@@ -35,12 +36,14 @@ def play(config: Config, *, workers: int = 1, start: Snapshot | None = None) -> 
     net, method = side.net, side.method
     profiles = {name: load_profile(name) for name in config.fleet.profiles}
     limits = config.limits_of(config.run.method)
+    everyone = range(config.fleet.devices)
     liars = attacks.liars(config.attack, config.fleet.devices, config.run.seed)
     memories: dict[int, State] = {}
     velocity: State = {}
+    bench = Bench()
     if start is not None:
         net.load(start.state)
-        memories, velocity = dict(start.memories), start.velocity
+        memories, velocity, bench = dict(start.memories), start.velocity, start.bench
 
     with one_thread(), open_executor(side, workers) as executor:
         for number in range(start.round if start else 0, config.run.rounds):
@@ -55,6 +58,7 @@ def play(config: Config, *, workers: int = 1, start: Snapshot | None = None) -> 
                 round_index=number,
                 samples=side.sample_counts().numpy(),
                 profiles=profiles,
+                ready=bench.free(everyone, number),
             )
             strategies = method.plan(cohort.devices, config.workload, limits)
             assignments = assign(config, side, cohort, strategies, number)
@@ -67,6 +71,9 @@ def play(config: Config, *, workers: int = 1, start: Snapshot | None = None) -> 
             memories |= {o.reply.device: o.reply.memory for o in outcomes if o.reply.memory}
 
             accuracy = evaluate(side, executor) if is_due(config, number) else None
-            record = RoundRecord(number, accuracy, describe(config, cohort, strategies, outcomes))
+            drawn = choose(config.fleet, everyone, seed=config.run.seed, round_index=number)
+            devices = describe(config, cohort, strategies, outcomes)
+            record = RoundRecord(number, accuracy, devices + benched(bench, drawn.tolist(), number))
+            bench = bench.after(record, config.gate)
             state = {name: t.detach().clone() for name, t in tensors_of(net.module).items()}
-            yield Turn(record, Snapshot(number + 1, state, dict(memories), velocity))
+            yield Turn(record, Snapshot(number + 1, state, dict(memories), velocity, bench))

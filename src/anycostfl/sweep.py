@@ -4,6 +4,8 @@
 (b) compute: cost to the target over the spread of ε around its mean.
 (c) radio: cost to the target over the spread of distances around 400 m.
 (d) widths: accuracy of every width cut from the trained model, never trained again.
+
+And one of our own, attacks: accuracy with a share of liars, as the paper aggregates and defended.
 """
 
 from __future__ import annotations
@@ -12,6 +14,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from anycostfl import methods
+from anycostfl.aggregate import DEFENCE, OPEN, Rules
+from anycostfl.attacks import LIES
 from anycostfl.compare import (
     Case,
     Cost,
@@ -23,11 +27,12 @@ from anycostfl.compare import (
     make_case,
     reached,
     recost,
+    score,
 )
 from anycostfl.config import Config
 from anycostfl.export import accuracy_of, cut, open_trained
 
-KINDS = ("ablation", "compute", "radio", "widths")
+KINDS = ("ablation", "compute", "radio", "widths", "attacks")
 SPREADS: Mapping[str, Sequence[float]] = {
     "compute": (0.0, 1e-27, 2e-27, 3e-27, 4e-27),  # standard deviation of ε; the mean is 7.5e-27
     "radio": (0.0, 50.0, 100.0, 150.0, 200.0),  # standard deviation of the distance, metres
@@ -90,4 +95,27 @@ def widths(series: Series, config: Config, names: Sequence[str]) -> dict[str, li
         if series.advance(case, lasted(config.run.rounds)):
             trained = open_trained(series.folder / case.name)
             found[name] = [accuracy_of(trained, cut(trained, alpha)) for alpha in WIDTHS]
+    return found
+
+
+def attacks(series: Series, config: Config) -> dict[str, dict[str, float | None]]:
+    """Accuracy with liars of every kind, and with none, by defence; None where nothing was played.
+
+    It is the mean over the last quarter of the rounds. The defence is the configuration's, if it
+    has one of its own, else `DEFENCE`.
+    """
+    defences = {
+        "open": OPEN,
+        "defended": DEFENCE if config.aggregation == Rules() else config.aggregation,
+    }
+    plain = make_case(config, config.run.method, config.training.learning_rate, config.run.seed)
+    found: dict[str, dict[str, float | None]] = {}
+    for kind in ("none", *LIES):
+        attack = replace(config.attack, kind=kind)
+        found[kind] = {}
+        for name, rules in defences.items():
+            changed = replace(plain.config, attack=attack, aggregation=rules)
+            case = Case(f"{plain.name}-attack-{kind}-{name}", changed)
+            records = series.advance(case, lasted(config.run.rounds))
+            found[kind][name] = score(records, config.run.rounds) if records else None
     return found

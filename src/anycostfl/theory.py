@@ -4,6 +4,7 @@
     Lemma 2     E‖Δ‖² <= I·ε·η² Σ p_i² (1 − α_i(2−α_i)√β_i)² E‖∇F‖²
     gain        g_i = α_i⁴ β_i,  g = mean of g_i
     Theorem 2   F(w_T) − F* <= Z^{T−1} (F(w_0) − F*),  Z = 1 − (ν/λ)(1 − ε(1 − g^min))
+    Quality     q(β) = (1 − √e(β))² in the place of β, for a codec of relative error e(β)
 
 Lemma 1 rests on |u| being uniform and on shrinking removing the smallest elements. Its last step
 (b) holds exactly while √β <= 2/(3 − α), which every β <= 4/9 meets. The step before it treats the
@@ -11,11 +12,16 @@ shrunk update as uniform from zero again, which it no longer is: what is lost is
 above the bound for narrow sub-models (α up to about one half). Theorem 2 does not suffer: it needs
 no more than 1 − α⁴β, and (1 − α√β)³ is below that for every α and β. docs/planner.md shows the
 divergence of real updates beside the bound.
+
+In all of this, √β stands for what the codec keeps of the update's norm: the paper's codec leaves
+‖u − ũ‖ = (1 − √β)‖u‖ of a uniform update. A codec whose error is measured keeps 1 − √e(β) instead,
+so its square takes β's place in the gain and in Theorem 1. `MEASURED` holds what was measured.
 """
 
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
@@ -62,6 +68,37 @@ def global_divergence_bound(
     """
     terms = np.asarray(weights, np.float64) ** 2 * divergence_ratio(alpha, beta) ** 2
     return float(terms.size * dissimilarity * step_norm_squared * terms.sum())
+
+
+@dataclass(frozen=True, slots=True)
+class RateDistortion:
+    """A codec's relative error e = ‖u − ũ‖² / ‖u‖² at some rates β: rates rise, errors fall.
+
+    Between the rates log q is linear in log β; below the lowest, q is proportional to β; at β = 1
+    nothing is lost. Where the slopes fall from low to high β, as measured ones do, log q is concave
+    in log β, which is all that the planner needs to find its one best strategy.
+    """
+
+    rates: tuple[float, ...]
+    errors: tuple[float, ...]
+
+    def quality(self, beta: npt.ArrayLike) -> FloatArray:
+        """q(β): the square of what the codec keeps of the norm."""
+        log_beta = np.log(np.maximum(np.asarray(beta, np.float64), np.finfo(np.float64).tiny))
+        rates = np.log(np.array([*self.rates, 1.0]))
+        kept = 2.0 * np.log(1.0 - np.sqrt(np.array([*self.errors, 0.0])))
+        below = np.minimum(log_beta - rates[0], 0.0)
+        quality: FloatArray = np.exp(np.interp(log_beta, rates, kept) + below)
+        return quality
+
+
+RATES = (1 / 500, 1 / 100, 1 / 40, 1 / 15)
+MEASURED = {
+    "kernel+": RateDistortion(RATES, (0.3827, 0.1885, 0.0873, 0.0154)),
+    "lowrank": RateDistortion(RATES, (0.0861, 0.0335, 0.0148, 0.0029)),
+}
+"""Mean error over the twelve real updates of docs/results/codec.md, of the codecs that are not the
+paper's; the paper's is planned for as the paper says."""
 
 
 def learning_gain(alpha: npt.ArrayLike, beta: npt.ArrayLike) -> FloatArray:

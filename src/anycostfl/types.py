@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from anycostfl.checks import (
     POSITIVE,
+    AtLeastZero,
     AtMost,
     Count,
     FloatArray,
@@ -78,7 +79,10 @@ class Limits:
 
 @dataclass(frozen=True, slots=True)
 class Devices:
-    """Many devices as one array per quantity; build it with `make_devices`."""
+    """Many devices as one array per quantity; build it with `make_devices`.
+
+    `overhead` is what does not shrink with the width, as a share of the full model's cycles.
+    """
 
     samples: PositiveArray
     flops_per_cycle: PositiveArray
@@ -89,6 +93,7 @@ class Devices:
     power_w: PositiveArray
     latency_s: PositiveArray
     energy_j: PositiveArray
+    overhead: Annotated[FloatArray, AtLeastZero]
 
     def __post_init__(self) -> None:
         check_fields(self)
@@ -102,8 +107,9 @@ class Devices:
 
 
 def make_devices(**quantities: npt.ArrayLike) -> Devices:
-    """Devices from numbers and arrays, every one repeated to the common length."""
-    columns = {name: np.asarray(value, np.float64) for name, value in quantities.items()}
+    """Devices from numbers and arrays, every one repeated to the common length; no overhead."""
+    given = {"overhead": 0.0, **quantities}
+    columns = {name: np.asarray(value, np.float64) for name, value in given.items()}
     shape = np.broadcast_shapes((1,), *(column.shape for column in columns.values()))
     return Devices(**{name: np.broadcast_to(column, shape) for name, column in columns.items()})
 
@@ -188,6 +194,7 @@ class Profile:
     """One real device type: its compute unit, clock range and radio.
 
     `rate_bps` is its uplink where that was measured; otherwise the cell's channel decides.
+    `overhead` is what training at any width takes beside the FLOPs, relative to the full model's.
     """
 
     name: str
@@ -197,6 +204,7 @@ class Profile:
     frequency_max_hz: Positive
     power_w: Positive
     rate_bps: Annotated[float | None, POSITIVE] = None
+    overhead: Annotated[float, AtLeastZero] = 0.0
     sources: tuple[str, ...] = ()
     guess: tuple[str, ...] = ()
 
@@ -268,12 +276,24 @@ def _too_spread(name: str, std: float | None, mean: float | None) -> str:
     return "" if std < limit else f"{name}: given {std:g}, allowed less than {limit:.4g} (mean/√3)"
 
 
+STATUSES: Mapping[str, str] = {
+    "ok": "the update was used",
+    "sat out": "no strategy is within its budgets",
+    "benched": "it was refused too often",
+    "missing": "nothing came, or not in time",
+    "failed": "the device says itself that it has no update",
+    "refused": "what came is not an update of what was asked",
+    "unused": "the update is fine, but too few came to use it",
+}
+"""How the status of a device begins, and what that means."""
+
+
 @dataclass(frozen=True, slots=True)
 class DeviceRecord:
     """What one device of a cohort did, and what it paid."""
 
     device: int
-    status: str  # "ok", "sat out: …", "refused: …", "missing: …" or "unused: …"
+    status: str  # "ok", or "refused: cause: …" and what else `STATUSES` begin with
     samples: int
     distance_m: float
     rate_bps: float
@@ -293,6 +313,7 @@ class DeviceRecord:
     compute_j: float = 0.0
     upload_j: float = 0.0
     binds: tuple[str, ...] = ()
+    surplus: tuple[str, ...] = ()  # why further replies of the device in this round are refused
 
     @property
     def latency_s(self) -> float:

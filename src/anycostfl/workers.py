@@ -99,14 +99,16 @@ class Job:
 class Reply:
     """What comes back: a payload, or the reason why there is none; and what to remember.
 
-    `error` is what the device says, `missing` why nothing came from it at all; the bytes on the
-    wire are those of the whole messages that carried job and reply.
+    `error` is what the device says, `missing` why nothing came from it at all, `unreadable` why
+    what came cannot be understood; the bytes on the wire are those of the whole messages that
+    carried job and reply.
     """
 
     device: int
     payload: bytes = b""
     error: str = ""
     missing: str = ""
+    unreadable: str = ""
     memory: State | None = None
     wire_bytes_down: int = 0
     wire_bytes_up: int = 0

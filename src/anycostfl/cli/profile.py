@@ -86,6 +86,7 @@ def _plain(measured: Measurement) -> dict[str, object]:
         "clock": asdict(measured.clock),
         "widths": [asdict(pace) for pace in measured.paces],
         "flops_per_second": measured.speed.flops_per_second,
+        "overhead": measured.speed.overhead,
         "worst_error": measured.speed.worst_error,
         "cycles_per_sample": measured.cycles_per_sample,
         "size_bits": measured.size_bits,
@@ -99,7 +100,7 @@ def _show(measured: Measurement, preset: str, path: Path) -> None:
     rows = []
     for pace in measured.paces:
         reached = flops * pace.flops_ratio / pace.seconds_per_sample
-        predicted = flops * pace.alpha / measured.speed.flops_per_second
+        predicted = measured.speed.seconds(flops, pace.alpha)
         rows.append(
             (
                 f"{pace.alpha:g}",
@@ -118,6 +119,7 @@ def _show(measured: Measurement, preset: str, path: Path) -> None:
         ("clock", f"{clock.now_hz / 1e9:.3f} GHz ({clock.source})"),
         ("FLOPs per cycle", f"{measured.flops_per_cycle:.3g}, threads: {measured.threads}"),
         ("W", f"{measured.cycles_per_sample:.4g} cycles per sample"),
+        ("overhead", f"{100 * measured.speed.overhead:.1f} % of W at every width"),
         ("S", f"{measured.size_bits / 1e6:.2f} Mbit"),
         ("ε", f"{measured.energy_coefficient:.3g}, {power.watts:.3g} W"),
         ("", energy.source),
@@ -128,7 +130,7 @@ def _show(measured: Measurement, preset: str, path: Path) -> None:
         out.print(f"{label:>16}  {fact}", soft_wrap=True)
     if measured.speed.worst_error > GOOD_ENOUGH:
         err.print(
-            f"[yellow]note:[/] time is not proportional to α here: predictions are up to "
+            f"[yellow]note:[/] time does not follow α + overhead here: predictions are up to "
             f"{100 * measured.speed.worst_error:.0f} % off. Was the machine busy? "
             "Otherwise try --set model.widths=fast, or more --repeats"
         )

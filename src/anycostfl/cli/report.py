@@ -21,7 +21,10 @@ SHOWN = (
     ("uploaded_mb", "uploaded, MB", 1.0),
     ("mean_alpha", "mean α", 1.0),
     ("devices_sat_out", "sat out", 1.0),
+    ("devices_failed", "failed", 1.0),
     ("updates_refused", "refused", 1.0),
+    ("refused_because", "refused because", 1.0),
+    ("devices_benched", "devices benched", 1.0),
 )
 
 
@@ -53,4 +56,4 @@ def report(
 def _cell(value: object, factor: float) -> str:
     if isinstance(value, float):
         return f"{factor * value:.4g}"
-    return "–" if value is None else str(value)
+    return "–" if value in (None, "") else str(value)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
@@ -14,15 +14,15 @@ from rich.markup import escape
 from anycostfl import methods
 from anycostfl.cli._console import err, out, table
 from anycostfl.cli._flower import hush_flower, need_flower
-from anycostfl.cli.run import _conclude, _free_folder, _watched
+from anycostfl.cli._rounds import conclude, follow, free_folder
 from anycostfl.config import Config, load_preset, to_toml
 from anycostfl.errors import ConfigError
 from anycostfl.records import RunWriter
-from anycostfl.runs import Snapshot, Turn, take_up
+from anycostfl.runs import take_up
 from anycostfl.types import RoundRecord
 
 if TYPE_CHECKING:
-    from anycostfl.flower.link import Link, Serving
+    from anycostfl.flower.link import Serving
 
 
 def serve(
@@ -67,15 +67,18 @@ def serve(
     else:
         config = for_devices(load_preset(preset, set_ or []))
         methods.load(config.run.method)
-        writer = RunWriter.create(out_dir or _free_folder(Path(preset).stem), to_toml(config))
+        writer = RunWriter.create(out_dir or free_folder(Path(preset).stem), to_toml(config))
         records = []
     terms = Terms(deadline_s, wait_for or config.fleet.cohort, min_replies, patience_s)
     serving = Serving(writer.folder, host, port, None if insecure else folder, terms)
     with open_link(serving) as link:
         if not json:
             _announce(serving, config)
-        stopped = _follow(link, config, records, quiet=json)
-    _conclude(config, writer.folder, records, stopped=stopped and json, json=json)
+        stopped = True
+        with suppress(KeyboardInterrupt):
+            follow(link.follow(config.run.rounds), records, config, writer.folder, quiet=json)
+            stopped = False
+    conclude(config, writer.folder, records, stopped=stopped, json=json)
     if not json:
         out.print(_wire_table(records, link.restarts))
     if stopped:
@@ -100,22 +103,6 @@ def _announce(serving: Serving, config: Config) -> None:
     )  # fmt: skip
 
 
-def _follow(link: Link, config: Config, records: list[RoundRecord], *, quiet: bool) -> bool:
-    """Watch the rounds; True if Ctrl-C stopped them."""
-    rounds = link.follow(config.run.rounds)
-    with suppress(KeyboardInterrupt):
-        for turn in _watched(_turns(rounds), config, records, quiet=quiet):
-            records.append(turn.record)  # noqa: PERF401 - what was seen stays when Ctrl-C comes
-        return False
-    return True
-
-
-def _turns(rounds: Iterator[RoundRecord]) -> Iterator[Turn]:
-    """Rounds as the display takes them; the state stays with the server app."""
-    for record in rounds:
-        yield Turn(record, Snapshot(record.round + 1, {}, {}))
-
-
 def _wire_table(records: Sequence[RoundRecord], restarts: int) -> object:
     devices = [d for record in records for d in record.devices]
     up, down = sum(d.wire_bytes_up for d in devices), sum(d.wire_bytes_down for d in devices)
@@ -126,7 +113,7 @@ def _wire_table(records: Sequence[RoundRecord], restarts: int) -> object:
         ("messages down, MB", f"{down / 1e6:.3f}"),
         *(
             (f"replies {word}", sum(d.status.startswith(word) for d in devices))
-            for word in ("ok", "refused", "missing", "unused")
+            for word in ("ok", "failed", "refused", "missing", "unused")
         ),
         ("server app restarted", restarts),
     ]

@@ -1,7 +1,8 @@
-"""`anycostfl sweep`: the paper's Fig. 4 (a) to (d), from runs of our own."""
+"""`anycostfl sweep`: the paper's Fig. 4 (a) to (d) and what liars do, from runs of our own."""
 
 from __future__ import annotations
 
+import csv
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -25,7 +26,7 @@ from anycostfl.compare import Cost, Series, cost_to, only_one, to_markdown
 from anycostfl.config import Config, load_preset
 from anycostfl.errors import ConfigError, MissingExtra
 from anycostfl.report import draw_bars, draw_lines
-from anycostfl.sweep import KINDS, SPREADS, WIDTHS, ablation, heterogeneity, widths
+from anycostfl.sweep import KINDS, SPREADS, WIDTHS, ablation, attacks, heterogeneity, widths
 
 X_LABELS = {
     "compute": "standard deviation of ε, 1e-27",
@@ -44,10 +45,10 @@ class Finding:
 
 
 def sweep(
-    kind: Annotated[str, typer.Argument(help="ablation, compute, radio or widths")],
+    kind: Annotated[str, typer.Argument(help="ablation, compute, radio, widths or attacks")],
     preset: Annotated[str, typer.Argument(help="A preset, or a .toml file")],
     method_names: Annotated[
-        str, typer.Option("--methods", help="Names with commas, for all kinds but ablation")
+        str, typer.Option("--methods", help="Names with commas, for compute, radio and widths")
     ] = "anycostfl,heterofl,stc",
     values: Annotated[str, typer.Option(help="Spreads to try, with commas")] = "",
     target: Annotated[float | None, typer.Option(help="Accuracy to reach [preset's]")] = None,
@@ -61,7 +62,7 @@ def sweep(
     only_show: Annotated[bool, typer.Option("--show", help="Only show what is done")] = False,
     json: Annotated[bool, typer.Option("--json", help="One JSON document at the end")] = False,
 ) -> None:
-    """What each mechanism buys, what heterogeneity costs, what sub-models can do.
+    """What each mechanism buys, what heterogeneity costs, what sub-models can do, what liars do.
 
     Runs share the folder of `anycostfl compare` and are not repeated. Ctrl-C stops cleanly.
     """
@@ -84,14 +85,18 @@ def sweep(
             found = _ablation(series, config, picture)
         elif kind == "widths":
             found = _widths(series, config, names, picture)
+        elif kind == "attacks":
+            found = _attacks(series, config, picture)
         else:
             found = _heterogeneity(series, config, kind, (names, spreads), picture)
     (folder / f"{kind}.md").write_text(to_markdown(found.header, found.cells))
+    with (folder / f"{kind}.csv").open("w", newline="") as file:
+        csv.writer(file).writerows([found.header, *found.cells])
     if json:
         emit_json({"folder": str(folder), kind: found.figures})
         return
     show(f"{config.summary or preset}: {kind}", found.header, found.cells)
-    out.print(f"Everything is in {folder}: {kind}.md, {kind}.png, and one folder a run")
+    out.print(f"Everything is in {folder}: {kind}.md, .csv, .png, and one folder a run")
 
 
 def _ablation(series: Series, config: Config, picture: Path) -> Finding:
@@ -152,6 +157,30 @@ def _widths(series: Series, config: Config, names: Sequence[str], picture: Path)
     with suppress(MissingExtra):
         draw_lines({"test accuracy, %": lines}, "width factor α", picture)
     return Finding(header, cells, {"alpha": list(WIDTHS), **found})
+
+
+def _attacks(series: Series, config: Config, picture: Path) -> Finding:
+    found = attacks(series, config)
+    clean = found["none"]["open"]
+    header = ["liars", "open, %", "points", "defended, %", "points"]
+    cells = [
+        [kind, *(text for a in by_defence.values() for text in _against(clean, a))]
+        for kind, by_defence in found.items()
+    ]
+    panels = {
+        f"{defence}: accuracy, %": {k: 100 * (by[defence] or 0.0) for k, by in found.items()}
+        for defence in ("open", "defended")
+    }
+    with suppress(MissingExtra):
+        draw_bars(panels, picture)
+    return Finding(header, cells, found)
+
+
+def _against(clean: float | None, accuracy: float | None) -> list[str]:
+    """An accuracy, and how many points it is above the clean run's."""
+    if clean is None or accuracy is None:
+        return ["–", "–"]
+    return [f"{100 * accuracy:.2f}", f"{100 * (accuracy - clean):+.2f}"]
 
 
 def _cells(cost: Cost | None) -> list[str]:

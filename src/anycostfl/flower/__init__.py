@@ -3,6 +3,7 @@
     messages   what server and device say to each other, as Flower's records
     device     the device's half of a round, as a Flower ClientApp
     server     the server's half, as a Flower ServerApp: a loop of our own over the Grid
+    strategy   the same rounds as a Strategy, for a ServerApp of one's own
     roster     who is connected, what each can afford, who has answered
     post       messages out, replies in
     node       connects a device to the server and hands it messages, in one process

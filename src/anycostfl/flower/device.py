@@ -194,7 +194,7 @@ class Device:
         setup, kind = self.setup, load_profile(self.setup.profile)
         names = ("flops_per_cycle", "energy_coefficient", "frequency_min_hz", "frequency_max_hz")
         means = make_devices(
-            **{name: getattr(kind, name) for name in (*names, "power_w")},
+            **{name: getattr(kind, name) for name in (*names, "power_w", "overhead")},
             samples=len(self.samples()[1]),
             rate_bps=setup.rate_bps,
             latency_s=setup.latency_s or self.config.fleet.latency_s,

@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, fields, replace
+from functools import partial
 from logging import INFO, WARNING
 
 import numpy as np
@@ -31,6 +32,7 @@ from anycostfl.flower.messages import (
     wire_bytes,
 )
 from anycostfl.flower.post import PostOffice
+from anycostfl.gate import Bench
 from anycostfl.types import Devices
 from anycostfl.workers import Reply
 
@@ -64,10 +66,14 @@ class Terms:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Gathered:
-    """The cohort of a round, and the chosen devices that did not answer in time."""
+    """The cohort of a round and the chosen devices that did not answer in time.
+
+    `drawn` is whom the draw would have chosen if nobody were benched.
+    """
 
     cohort: Cohort
     silent: tuple[int, ...]
+    drawn: tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -97,23 +103,35 @@ class Roster:
         """What every message says about the experiment."""
         return Ask(self._text, number)
 
-    def gather(self, number: int, least: int) -> Gathered:
-        """Wait until enough devices are there, draw the cohort, learn what each can afford."""
+    def gather(self, number: int, least: int, bench: Bench) -> Gathered:
+        """Wait until enough devices are there, draw the cohort, learn what each can afford.
+
+        Of those who are there, as many as must reply must be free to be drawn.
+        """
         self._coming = number
         until = time.monotonic() + self._terms.patience_s
+
+        def are_enough() -> bool:
+            free = len(bench.free(self._nodes(), number))
+            return len(self._offers) >= least and free >= min(least, self._terms.min_replies)
+
         while True:
-            self._wait(lambda: len(self._offers) >= least, until)
-            if len(self._offers) < least:
+            self._wait(are_enough, until)
+            if not are_enough():
+                free = len(bench.free(self._nodes(), number))
                 raise NotEnoughDevices(
                     f"{len(self._offers)} devices are ready after {self._terms.patience_s:g} s, "
-                    f"at least {least} are needed. Start them with `anycostfl join`, then go on "
-                    "with --resume"
+                    f"{len(self._offers) - free} of them benched; at least {least} are needed. "
+                    "Start them with `anycostfl join`, then go on with --resume"
                 )
-            if gathered := self._draw(number):
+            if gathered := self._draw(number, bench):
                 return gathered
 
     def perform(self, tasks: Sequence[Task]) -> list[Answer]:
-        """Send each device its task; one answer each, in the same order, by the deadline."""
+        """Send each device its task; one answer each, in the same order, by the deadline.
+
+        Whatever a device answers beyond that comes last.
+        """
         begin = time.monotonic()
         self._coming += 1
         nodes = self._nodes()
@@ -121,27 +139,35 @@ class Roster:
         places, sizes = self._hand_out(tasks, nodes)
         self.send_s = time.monotonic() - begin
         answers: dict[int, Answer] = {}
+        surplus: list[Answer] = []
 
         def take(message: Message) -> None:
             place = places.get(message.metadata.reply_to_message_id)
-            if place is not None:
-                answers[place] = _answer(tasks[place], message, sizes[place])
+            if place is None:
+                return
+            answer = answer_to(tasks[place], message, sizes[place])
+            if place in answers and not answers[place].reply.missing:
+                surplus.append(answer)
+            else:
+                answers[place] = answer
 
         until = time.monotonic() + wait_s
         while len(answers) < len(places) and time.monotonic() < until:
             self._step(take, until)
             gone = {i for i, task in enumerate(tasks) if nodes[task.device] not in self._online}
             for place in gone - answers.keys():
-                answers[place] = _missing(tasks[place], "the device is gone", sizes[place])
+                answers[place] = as_missing(tasks[place], "the device is gone", sizes[place])
+        while self._step(take, 0.0):
+            pass  # what has come already, such as second replies
         late = f"no reply within {wait_s:g} s"
         whole = [
-            answers.get(place) or _missing(task, late, sizes[place])
+            answers.get(place) or as_missing(task, late, sizes[place])
             for place, task in enumerate(tasks)
         ]
         for task, answer in zip(tasks, whole, strict=True):
             if answer.reply.missing:  # it may still be busy: it counts again when it answers
                 self._offers.pop(nodes[task.device], None)
-        return whole
+        return whole + surplus
 
     def _hand_out(
         self, tasks: Sequence[Task], nodes: Mapping[int, int]
@@ -168,11 +194,11 @@ class Roster:
         """The node of every device."""
         return {offer.device: node for node, offer in self._offers.items()}
 
-    def _draw(self, number: int) -> Gathered | None:
+    def _draw(self, number: int, bench: Bench) -> Gathered | None:
         """Choose among those who are ready; nothing if none of the chosen answers."""
         nodes = self._nodes()
-        fleet, seed = self._config.fleet, self._config.run.seed
-        chosen = choose(fleet, nodes, seed=seed, round_index=number).tolist()
+        draw = partial(choose, self._config.fleet, seed=self._config.run.seed, round_index=number)
+        chosen = draw(bench.free(nodes, number)).tolist()
 
         def is_fresh(device: int) -> bool:
             offer = self._offers.get(nodes[device])
@@ -186,7 +212,7 @@ class Roster:
         for device in silent:
             self._offers.pop(nodes[device], None)
         offers = [self._offers[nodes[i]] for i in index]
-        return Gathered(_cohort(offers), silent) if offers else None
+        return Gathered(cohort_of(offers), silent, tuple(draw(nodes).tolist())) if offers else None
 
     def _wait(self, done: Callable[[], bool], until: float) -> None:
         """Look after the fleet until something holds, or the time is over."""
@@ -268,7 +294,8 @@ class Roster:
         self._offers[node] = offer
 
 
-def _cohort(offers: Sequence[Offer]) -> Cohort:
+def cohort_of(offers: Sequence[Offer]) -> Cohort:
+    """The devices that made these offers."""
     means = {
         item.name: np.concatenate([getattr(offer.means, item.name) for offer in offers])
         for item in fields(Devices)
@@ -280,20 +307,21 @@ def _cohort(offers: Sequence[Offer]) -> Cohort:
     )
 
 
-def _answer(task: Task, message: Message, sent_bytes: int) -> Answer:
+def answer_to(task: Task, message: Message, sent_bytes: int) -> Answer:
     """What a reply to a task says, if it can be read."""
     if message.has_error():
-        return _missing(task, message.error.reason or "no reason given", sent_bytes)
+        return as_missing(task, message.error.reason or "no reason given", sent_bytes)
     sizes = Reply(task.device, wire_bytes_down=sent_bytes, wire_bytes_up=wire_bytes(message))
     try:
         result = read_result(message.content)
         if result.offer.device != task.device:
             raise MessageError(f"device {result.offer.device} answers for {task.device}")
     except MessageError as problem:
-        return Answer(replace(sizes, error=str(problem)))
+        return Answer(replace(sizes, unreadable=str(problem)))
     reply = replace(sizes, payload=result.payload, error=result.error)
     return Answer(reply, result.busy_s, result.remembers)
 
 
-def _missing(task: Task, why: str, sent_bytes: int) -> Answer:
+def as_missing(task: Task, why: str, sent_bytes: int) -> Answer:
+    """The answer of a device that gave none."""
     return Answer(Reply(task.device, missing=why, wire_bytes_down=sent_bytes))

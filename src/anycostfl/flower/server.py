@@ -4,8 +4,8 @@ A round: sort, gather offers, plan, send every device its sub-model, wait until 
 the deadline has passed, aggregate what counts. What is late, missing or refused is recorded and the
 round goes on. Devices come and go between rounds; whoever answers is used again.
 
-Flower's `Strategy.start` is not used: it sends every node the same model, waits in steps of three
-seconds, and knows no deadline (docs/decisions/0050).
+Flower's `Strategy.start` is not used: it waits in steps of three seconds and cannot be resumed
+(docs/decisions/0050). Whoever wants it nevertheless takes `strategy.AnycostStrategy`.
 """
 
 from __future__ import annotations
@@ -35,6 +35,7 @@ from anycostfl.flower.messages import Ask, Task, pack_weights
 from anycostfl.flower.orphans import end_with_parent
 from anycostfl.flower.post import PostOffice, quicken
 from anycostfl.flower.roster import Roster, Terms
+from anycostfl.gate import Bench, benched
 from anycostfl.methods import State
 from anycostfl.rounds import (
     Assignment,
@@ -120,9 +121,10 @@ def play(
     roster = Roster(PostOffice(grid), config, terms)
     moved: dict[int, State] = {}
     velocity: State = {}
+    bench = Bench()
     if start is not None:
         net.load(start.state)
-        moved, velocity = dict(start.memories), start.velocity
+        moved, velocity, bench = dict(start.memories), start.velocity, start.bench
     limits = config.limits_of(config.run.method)
     first = start.round if start else 0
     pace = pace or Pace()
@@ -136,7 +138,7 @@ def play(
                 velocity = net.permute(velocity, order) if velocity else velocity
 
             least = terms.wait_for if number == first else terms.min_replies
-            gathered = roster.gather(number, least)
+            gathered = roster.gather(number, least, bench)
             pace.lap("gather_s")
             cohort = gathered.cohort
             strategies = method.plan(cohort.devices, config.workload, limits)
@@ -159,12 +161,12 @@ def play(
 
             accuracy = evaluate(side, InProcess(side)) if is_due(config, number) else None
             devices = describe(config, cohort, strategies, outcomes) + absent(gathered.silent)
+            devices += benched(bench, gathered.drawn, number)
+            record = RoundRecord(number, accuracy, devices)
+            bench = bench.after(record, config.gate)
             state = {name: t.detach().clone() for name, t in tensors_of(net.module).items()}
             pace.lap("evaluate_s")
-            yield Turn(
-                RoundRecord(number, accuracy, devices),
-                Snapshot(number + 1, state, dict(moved), velocity),
-            )
+            yield Turn(record, Snapshot(number + 1, state, dict(moved), velocity, bench))
             pace.lap("write_s")
             pace.end()
 

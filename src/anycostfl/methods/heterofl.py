@@ -35,11 +35,10 @@ def plan(devices: Devices, workload: Workload, limits: Limits) -> Strategies:
     left = np.maximum(devices.latency_s - upload, 0.1 * devices.latency_s)
     cycles = cost.compute_cycles(devices, workload)
     widest = np.cbrt(devices.energy_j.mean() * left**2 / devices.energy_coefficient) / cycles
-    alpha = np.clip(widest, limits.alpha_min, 1.0)
+    alpha = np.clip(widest - devices.overhead, limits.alpha_min, 1.0)
     beta = np.minimum(1.0, rate / alpha.mean()) * np.ones(len(devices))
-    return fixed_strategies(
-        devices, workload, alpha=alpha, beta=beta, frequency_hz=alpha * cycles / left
-    )
+    frequency = cost.sub_model_cycles(devices, workload, alpha) / left
+    return fixed_strategies(devices, workload, alpha=alpha, beta=beta, frequency_hz=frequency)
 
 
 def prepare(module: nn.Module, alpha: float) -> None:

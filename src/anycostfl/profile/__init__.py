@@ -1,6 +1,6 @@
 """Measure the machine this runs on: what the planner has to know about a device (Sec. IV-A).
 
-    W = FLOPs per sample / FLOPs per cycle       from training the task's own model
+    W = FLOPs per sample / FLOPs per cycle, o    from training the task's own model
     ε = watts of training / f³                   from E = ε·f² per cycle, f cycles per second
     S = 32 bits for every parameter              from the model
     r                                            by sending bytes to a server, if one is named
@@ -191,7 +191,7 @@ def as_profile(measured: Measurement, name: str = "") -> Profile:
     trained = (
         f"speed: {config.model.name} in {config.training.precision} on {config.training.device}, "
         f"batches of {config.training.batch}, threads: {measured.threads}, α = {widths}; "
-        f"times lie within {100 * measured.speed.worst_error:.0f} % of proportional to α"
+        f"times lie within {100 * measured.speed.worst_error:.0f} % of proportional to α + overhead"
     )
     sources = [trained, f"clock: {clock.source}", measured.energy.source]
     if measured.rate:
@@ -203,6 +203,7 @@ def as_profile(measured: Measurement, name: str = "") -> Profile:
         frequency_min_hz=clock.min_hz,
         frequency_max_hz=max(clock.max_hz, clock.min_hz),
         power_w=TRANSMITTER_W,
+        overhead=_round(measured.speed.overhead),
         rate_bps=_round(measured.rate.rate_bps) if measured.rate else None,
         sources=tuple(sources),
         guess=("power_w",) if measured.energy.meter else ("energy_coefficient", "power_w"),
@@ -227,7 +228,7 @@ def to_toml(profile: Profile, measured: Measurement) -> str:
     ]
     for field in (
         "name", "flops_per_cycle", "energy_coefficient", "frequency_min_hz", "frequency_max_hz",
-        "power_w", "rate_bps", "guess", "sources",
+        "power_w", "overhead", "rate_bps", "guess", "sources",
     ):  # fmt: skip
         if (value := getattr(profile, field)) is not None:
             lines.append(f"{field} = {toml_value(value)}")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from anycostfl.records import totals
+from anycostfl.records import refusals, totals
 from anycostfl.types import RoundRecord
 
 
@@ -16,6 +16,7 @@ def summarise(
     spent = totals(records)
     hit = next((i for i, r in enumerate(records) if (r.accuracy or 0) >= target_accuracy), None)
     reached = totals(records[: hit + 1]) if hit is not None else None
+    benched = {d.device for r in records for d in r.devices if d.status.startswith("benched")}
     target = f"{100 * target_accuracy:g}_%"
     return {
         "method": method,
@@ -29,7 +30,11 @@ def summarise(
         "mean_alpha": spent["mean_alpha"],
         "mean_beta": spent["mean_beta"],
         "devices_sat_out": int(spent["sat_out"]),
+        "devices_failed": int(spent["failed"]),
         "updates_refused": int(spent["refused"]),
+        "refused_because": refusals(records),
+        "devices_benched": len(benched),
+        "rounds_benched": int(spent["benched"]),
         f"rounds_to_{target}": None if hit is None else hit + 1,
         f"minutes_to_{target}": reached and reached["latency_s"] / 60,
         f"kj_to_{target}": reached and reached["energy_j"] / 1e3,

@@ -55,10 +55,10 @@ function compareRuns(runs) {
     return [name, run.summary.method, count(run.length), accuracy, percent(bestAccuracy(run), 2),
       amount("seconds", run.spent.seconds.at(-1) ?? 0), amount("joules", run.spent.joules.at(-1) ?? 0),
       amount("bytes", run.spent.bytes.at(-1) ?? 0), amount("bytes", sum(run.rounds.bytes_down)),
-      number(run.summary.mean_alpha), count(run.summary.devices_sat_out), count(run.summary.updates_refused)];
+      number(run.summary.mean_alpha), count(run.summary.devices_sat_out), count(run.summary.updates_refused), count(run.summary.devices_benched)];
   });
   const columns = ["run", "method", "rounds", "final accuracy", "best", "simulated time", "energy",
-    "uploaded", "downloaded", "mean α", "sat out", "refused"];
+    "uploaded", "downloaded", "mean α", "sat out", "refused", "benched"];
   return make("div", { class: "card" }, table("The runs side by side", columns, rows, [1]));
 }
 
@@ -364,13 +364,13 @@ function drawDeviceEnergy(view, run) {
 const MOST_REASONS = 50;
 
 function absentSection() {
-  const element = section("absent", "Sat out and refused", "A device sits out when even the smallest strategy breaks its budgets. A refused update was sent but not used.");
+  const element = section("absent", "Sat out and refused", "A device sits out when even the smallest strategy breaks its budgets. A refused update was sent but not used; a device that is refused often is benched for some rounds.");
   const card = element.appendChild(make("div", { class: "card" }));
   return (run) => {
     const reasons = new Map();
     for (const i of run.indices) {
       if (run.isOk(i)) continue;
-      const status = run.statusOf(i);
+      const status = run.statusOf(i).replace(/^benched: .*/, "benched: refused too often");
       if (!reasons.has(status)) reasons.set(status, []);
       reasons.get(status).push(i);
     }
@@ -380,7 +380,9 @@ function absentSection() {
     });
     const more = reasons.size - rows.length;
     const title = `Why${more > 0 ? `; ${counted(more, "rarer reason")} left out` : ""}`;
-    card.replaceChildren(rows.length
+    const causes = run.summary.refused_because;
+    const told = causes ? [make("p", {}, `Refused, by cause: ${causes}.`)] : [];
+    card.replaceChildren(...told, rows.length
       ? table(title, ["reason", "times", "devices", "first round", "last round"], rows)
       : make("p", {}, "Nobody sat out, and no update was refused."));
   };

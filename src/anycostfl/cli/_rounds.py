@@ -1,0 +1,112 @@
+"""Rounds on a terminal while they are played, the page beside them, and what they came to."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+
+from anycostfl.cli._console import emit_json, out, table
+from anycostfl.config import Config
+from anycostfl.errors import MissingExtra
+from anycostfl.records import PAGE, totals
+from anycostfl.report import draw_curves, summarise, write_page
+from anycostfl.types import RoundRecord
+
+
+def free_folder(name: str) -> Path:
+    """runs/NAME-1, or the next number that is free."""
+    number = 1
+    while (folder := Path("runs", f"{name}-{number}")).exists():
+        number += 1
+    return folder
+
+
+def follow(
+    rounds: Iterator[RoundRecord],
+    records: list[RoundRecord],
+    config: Config,
+    folder: Path,
+    *,
+    quiet: bool,
+) -> None:
+    """Add rounds to the records as they come, show them, and keep the page of the run fresh."""
+    next_page = 0.0
+    before = time.monotonic()
+    with _progress(config, len(records), quiet=quiet) as show:
+        for record in rounds:
+            records.append(record)
+            now = time.monotonic()
+            show(records, now - before)
+            before = now
+            if len(records) % config.run.checkpoint_every == 0 and len(records) >= next_page:
+                write_page([folder])
+                next_page = 1.05 * len(records)  # so that pages of long runs cost little in all
+
+
+Show = Callable[[Sequence[RoundRecord], float], None]
+"""Shows the rounds done so far and how long the last one took."""
+
+
+@contextmanager
+def _progress(config: Config, first: int, *, quiet: bool) -> Iterator[Show]:
+    """A live line on a terminal, one line a round elsewhere, nothing if quiet."""
+    if quiet:
+        yield lambda _done, _seconds: None
+        return
+    if not out.is_terminal:
+        yield lambda done, seconds: out.print(_line(done, seconds), soft_wrap=True)
+        return
+    columns = (
+        TextColumn("round {task.completed:.0f}/{task.total:.0f}"),
+        BarColumn(bar_width=20),
+        TextColumn("{task.description}"),
+        TimeRemainingColumn(compact=True),
+    )
+    with Progress(*columns, console=out) as bar:
+        task = bar.add_task("starting", total=config.run.rounds, completed=first)
+
+        def show(done: Sequence[RoundRecord], seconds: float) -> None:
+            bar.update(task, completed=len(done), description=_line(done, seconds, short=True))
+
+        yield show
+
+
+def _line(done: Sequence[RoundRecord], seconds: float, *, short: bool = False) -> str:
+    spent = totals(done)
+    accuracy = next((r.accuracy for r in reversed(done) if r.accuracy is not None), None)
+    shown = "  –  " if accuracy is None else f"{100 * accuracy:5.2f} %"
+    line = (
+        f"accuracy {shown}  {spent['latency_s'] / 60:6.2f} min  {spent['energy_j'] / 1e3:7.3f} kJ  "
+        f"{spent['bytes_up'] / 1e6:7.1f} MB up  {seconds:5.1f} s/round"
+    )
+    return line if short else f"round {len(done):4d}  {line}"
+
+
+def conclude(
+    config: Config, folder: Path, records: Sequence[RoundRecord], *, stopped: bool, json: bool
+) -> None:
+    """Write the page and the figure, and show what the rounds came to."""
+    summary = summarise(config.run.method, config.run.target_accuracy, records)
+    write_page([folder])
+    figure = folder / "curves.png"
+    with suppress(MissingExtra):
+        draw_curves({config.run.method: records}, figure)
+    if json:
+        emit_json({"folder": str(folder), "stopped": stopped, **summary})
+        return
+    rows = [(key.replace("_", " "), shown(value)) for key, value in summary.items()]
+    out.print(table(f"{config.summary or folder.name}: {len(records)} rounds", ("", ">"), rows))
+    out.print(f"Everything is in {folder}; to look at it, open {folder / PAGE}")
+
+
+def shown(value: object) -> str:
+    """A figure of a summary as a person reads it."""
+    if value is None:
+        return "not reached"
+    if isinstance(value, dict):
+        return ", ".join(f"{key} {count}" for key, count in value.items()) or "–"
+    return f"{value:.4g}" if isinstance(value, float) else str(value)

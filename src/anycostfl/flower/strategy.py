@@ -1,0 +1,191 @@
+"""AnycostFL as a `Strategy` of Flower, for a ServerApp of one's own.
+
+    @app.main()
+    def main(grid: Grid, context: Context) -> None:
+        strategy = AnycostStrategy(load_preset("demo"))
+        strategy.start(grid, strategy.initial_arrays(), num_rounds=20, timeout=60.0)
+
+Flower's loop asks it for messages and hands it the replies. The rounds are those of `server.play`,
+to the bit; what Flower's loop cannot do is missing: it keeps no run directory, cannot be resumed,
+and looks for replies every three seconds. `anycostfl serve` uses `server.play`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from logging import INFO, WARNING
+
+from flwr.app import ArrayRecord, ConfigRecord, Message, MessageType, MetricRecord
+from flwr.common.logger import log
+from flwr.serverapp import Grid
+from flwr.serverapp.strategy import Strategy
+
+from anycostfl.aggregate import advance
+from anycostfl.config import Config, to_toml
+from anycostfl.coupling import tensors_of
+from anycostfl.experiment import prepare
+from anycostfl.fleet import Cohort, choose
+from anycostfl.flower.messages import Ask, MessageError, Offer, Task, read_offer, wire_bytes
+from anycostfl.flower.roster import ASK_S, answer_to, as_missing, cohort_of
+from anycostfl.flower.server import follow, make_tasks, stay
+from anycostfl.gate import Bench, benched
+from anycostfl.methods import State
+from anycostfl.rounds import Assignment, accepted, assign, describe, evaluate, is_due, receive
+from anycostfl.types import RoundRecord, Strategies
+from anycostfl.workers import InProcess
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Sent:
+    """What a round's messages were made from."""
+
+    cohort: Cohort
+    strategies: Strategies
+    assignments: Sequence[Assignment]
+    tasks: Mapping[int, Task]  # by node
+    sizes: Mapping[int, int]  # of the messages, in bytes
+    drawn: Sequence[int]
+
+
+class AnycostStrategy(Strategy):
+    """Every device gets the sub-model it can afford; `records` says what each round cost."""
+
+    def __init__(self, config: Config) -> None:
+        self.config = config
+        self.records: list[RoundRecord] = []
+        self._side = prepare(config)
+        self._moved: dict[int, State] = {}
+        self._velocity: State = {}
+        self._bench = Bench()
+        self._sent: _Sent | None = None
+
+    def initial_arrays(self) -> ArrayRecord:
+        """The global model to start from."""
+        state = tensors_of(self._side.net.module)
+        return ArrayRecord({name: tensor.detach().clone() for name, tensor in state.items()})
+
+    def summary(self) -> None:
+        """Log what is about to be trained."""
+        fleet, run = self.config.fleet, self.config.run
+        log(INFO, "\t├──> %s on %s", run.method, self.config.model.name)
+        log(INFO, "\t└──> %d of %d devices a round", fleet.cohort, fleet.devices)
+
+    def configure_train(
+        self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
+    ) -> Iterable[Message]:
+        """Ask who can afford what, plan, and make every chosen device its task."""
+        del config  # what devices need to know is in their tasks
+        net, method, number = self._side.net, self._side.method, server_round - 1
+        net.load(arrays.to_torch_state_dict())
+        if method.sorts_channels:
+            order = net.sort_channels()
+            self._moved = {device: follow(before, order) for device, before in self._moved.items()}
+            self._velocity = net.permute(self._velocity, order) if self._velocity else {}
+        ask = Ask(to_toml(self.config), number)
+        nodes = self._offers(grid, ask)
+        seed, fleet = self.config.run.seed, self.config.fleet
+        free = self._bench.free(nodes, number)
+        chosen = choose(fleet, free, seed=seed, round_index=number).tolist()
+        drawn = choose(fleet, nodes, seed=seed, round_index=number).tolist()
+        self._sent = None
+        if not chosen:
+            log(WARNING, "no device is there; the round changes nothing")
+            return []
+        cohort = cohort_of([nodes[i][1] for i in chosen])
+        limits = self.config.limits_of(self.config.run.method)
+        strategies = method.plan(cohort.devices, self.config.workload, limits)
+        assignments = assign(self.config, self._side, cohort, strategies, number)
+        tasks = {nodes[t.device][0]: t for t in make_tasks(net, ask, assignments, self._moved)}
+        letters = [
+            Message(task.pack(), node, MessageType.TRAIN, group_id=str(number))
+            for node, task in tasks.items()
+        ]
+        sizes = {letter.metadata.dst_node_id: wire_bytes(letter) for letter in letters}
+        self._sent = _Sent(cohort, strategies, assignments, tasks, sizes, drawn)
+        return letters
+
+    def aggregate_train(
+        self, server_round: int, replies: Iterable[Message]
+    ) -> tuple[ArrayRecord | None, MetricRecord | None]:
+        """Check every reply against what its device was told; add up what counts."""
+        sent, number = self._sent, server_round - 1
+        if sent is None:
+            self.records.append(RoundRecord(number, None, ()))
+            return None, None
+        found = {
+            message.metadata.src_node_id: message
+            for message in replies
+            if message.metadata.src_node_id in sent.tasks
+        }
+        answers = [
+            answer_to(task, found[node], sent.sizes[node])
+            if node in found
+            else as_missing(task, "no reply in time", sent.sizes[node])
+            for node, task in sent.tasks.items()
+        ]
+        net, method, rules = self._side.net, self._side.method, self.config.aggregation
+        outcomes = receive(method, sent.assignments, (answer.reply for answer in answers))
+        updates = accepted(method, outcomes, rules)
+        state, self._velocity = advance(tensors_of(net.module), updates, rules, self._velocity)
+        net.load(state)
+        if method.sorts_channels:
+            self._moved |= {a.reply.device: stay(net) for a in answers if a.remembers}
+        due = is_due(self.config, number)
+        accuracy = evaluate(self._side, InProcess(self._side)) if due else None
+        devices = describe(self.config, sent.cohort, sent.strategies, outcomes)
+        devices += benched(self._bench, sent.drawn, number)
+        record = RoundRecord(number, accuracy, devices)
+        self._bench = self._bench.after(record, self.config.gate)
+        self.records.append(record)
+        return self.initial_arrays(), _metrics(record)
+
+    def configure_evaluate(
+        self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
+    ) -> Iterable[Message]:
+        """Nobody is asked: the server evaluates."""
+        del server_round, arrays, config, grid
+        return []
+
+    def aggregate_evaluate(
+        self, server_round: int, replies: Iterable[Message]
+    ) -> MetricRecord | None:
+        """Nothing was asked, so nothing comes back."""
+        del server_round, replies
+        return None
+
+    def _offers(self, grid: Grid, ask: Ask) -> dict[int, tuple[int, Offer]]:
+        """Every device that answers: its node, and what it can afford."""
+        letters = [
+            Message(ask.pack(), node, MessageType.QUERY, ttl=ASK_S, group_id=str(ask.round))
+            for node in grid.get_node_ids()
+        ]
+        found: dict[int, tuple[int, Offer]] = {}
+        for message in grid.send_and_receive(letters, timeout=ASK_S):
+            node = message.metadata.src_node_id
+            if message.has_error():
+                log(WARNING, "node %s did not answer: %s", node, message.error.reason)
+                continue
+            try:
+                offer = read_offer(message.content)
+            except MessageError as error:
+                log(WARNING, "node %s is ignored: %s", node, error)
+                continue
+            if offer.device in found or not 0 <= offer.device < self.config.fleet.devices:
+                log(WARNING, "node %s is ignored: no device %d is free", node, offer.device)
+                continue
+            found[offer.device] = node, offer
+        return found
+
+
+def _metrics(record: RoundRecord) -> MetricRecord:
+    """What a round cost, as Flower shows it."""
+    values: dict[str, int | float] = {
+        "devices": sum(device.status == "ok" for device in record.devices),
+        "latency_s": record.latency_s,
+        "energy_j": record.energy_j,
+        "bytes_up": record.bytes_up,
+    }
+    if record.accuracy is not None:
+        values["accuracy"] = record.accuracy
+    return MetricRecord(dict(values))

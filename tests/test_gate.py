@@ -1,0 +1,218 @@
+"""The gate and the bench: what is refused, who sits out for it, and that a resumed run knows."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from anycostfl import methods
+from anycostfl.experiment import prepare
+from anycostfl.fleet import draw_cohort
+from anycostfl.gate import Bench, Gate, bench_of
+from anycostfl.records import RunWriter, totals
+from anycostfl.rounds import DUPLICATE, MOST_SURPLUS, Assignment, assign, receive
+from anycostfl.runs import Turn, keep, take_up
+from anycostfl.simulate import play
+from anycostfl.types import DeviceRecord, RoundRecord
+from anycostfl.workers import DeviceSide, InProcess, Job, Reply
+from small_runs import small_config
+
+
+def told(number: int, **statuses: str) -> RoundRecord:
+    devices = [DeviceRecord(int(d[1:]), s, 1, 0.0, 1.0, 1.0) for d, s in statuses.items()]
+    return RoundRecord(number, None, tuple(devices))
+
+
+# --- strikes --------------------------------------------------------------------------------------
+
+
+def test_three_refusals_bench_a_device_and_one_more_does_when_it_is_back() -> None:
+    rules = Gate(strikes=3, bench_rounds=4)
+    bench = bench_of([told(n, d5="refused: damaged: x", d6="ok") for n in range(3)], rules)
+    assert bench.back == {5: 7}
+    assert [bench.holds(5, n) for n in range(3, 9)] == [True] * 4 + [False] * 2
+    assert bench.free(range(4, 7), 3) == {4, 6}
+    for number in range(3, 7):
+        bench = bench.after(told(number, d6="ok"), rules)
+    assert bench.back == {}
+    bench = bench.after(told(7, d5="refused: damaged: x"), rules)
+    assert bench.back == {5: 12}
+
+
+@pytest.mark.parametrize(
+    "status",
+    ["missing: no reply within 2 s", "failed: nan", "sat out: radio", "unused: 1", "benched: x"],
+)
+def test_a_bad_link_or_a_bad_day_is_no_strike(status: str) -> None:
+    assert bench_of([told(n, d5=status) for n in range(50)], Gate()) == Bench()
+
+
+def test_second_replies_are_strikes_though_the_first_is_used() -> None:
+    device = DeviceRecord(5, "ok", 1, 0.0, 1.0, 1.0, surplus=(DUPLICATE,) * 4)
+    assert bench_of([RoundRecord(0, None, (device,))], Gate()).back == {5: 21}
+
+
+def test_no_strikes_no_bench() -> None:
+    rounds = [told(n, d5="refused: damaged: x") for n in range(50)]
+    assert bench_of(rounds, Gate(strikes=0)).back == {}
+
+
+@given(st.lists(st.booleans(), max_size=60), st.integers(1, 5), st.integers(1, 9))
+def test_whoever_is_used_at_least_as_often_is_never_benched(
+    refused: list[bool], strikes: int, rounds: int
+) -> None:
+    """In no stretch of its rounds more refusals than uses, plus strikes: then no bench."""
+    bench, worst, level = Bench(), 0, 0
+    for number, bad in enumerate(refused):
+        bench = bench.after(
+            told(number, d1="refused: x: y" if bad else "ok"), Gate(strikes, rounds)
+        )
+        level = max(level + (1 if bad else -1), 0)
+        worst = max(worst, level)
+        if worst < strikes:
+            assert bench.back == {}
+        if worst == strikes:
+            break
+    assert bool(bench.back) == (worst >= strikes)
+
+
+# --- the gate -------------------------------------------------------------------------------------
+
+
+def first_round(folder: Path, *more: str) -> tuple[DeviceSide, list[Assignment], list[Reply]]:
+    config = small_config(folder, *more)
+    side = prepare(config)
+    samples = side.sample_counts().numpy()
+    cohort = draw_cohort(config.fleet, seed=0, round_index=0, samples=samples)
+    limits = config.limits_of(config.run.method)
+    strategies = side.method.plan(cohort.devices, config.workload, limits)
+    assignments = assign(config, side, cohort, strategies, 0)
+    replies = list(InProcess(side).perform([a.job({}, {}) for a in assignments]))
+    return side, assignments, replies
+
+
+def test_the_first_reply_of_a_device_counts_and_every_further_one_is_refused(
+    tmp_path: Path,
+) -> None:
+    side, assignments, replies = first_round(tmp_path)
+    other = replace(replies[1], payload=b"something else")
+    came = [*reversed(replies), other, *[replies[1]] * 20]
+    outcomes = receive(side.method, assignments, came)
+    assert [o.assignment for o in outcomes] == assignments
+    assert [o.status for o in outcomes] == ["ok"] * 4
+    assert outcomes[1].reply.payload == replies[1].payload
+    assert outcomes[1].surplus == (DUPLICATE,) * MOST_SURPLUS
+    assert outcomes[0].surplus == ()
+
+
+@pytest.mark.parametrize("method", methods.names())
+def test_the_payload_of_another_device_is_refused(tmp_path: Path, method: str) -> None:
+    side, assignments, replies = first_round(tmp_path, f"run.method={method}")
+    for reply, borrowed in ((replies[0], replies[1]), (replies[1], replies[0])):
+        stolen = replace(reply, payload=borrowed.payload)
+        one = next(a for a in assignments if a.device == reply.device)
+        (outcome,) = receive(side.method, [one], [stolen])
+        assert outcome.status.startswith("refused: ")
+
+
+def test_the_same_round_of_an_experiment_with_other_settings_is_another_round(
+    tmp_path: Path,
+) -> None:
+    side, assignments, replies = first_round(tmp_path)
+    _, others, _ = first_round(tmp_path, "training.learning_rate=0.01")
+    assert [o.status for o in receive(side.method, assignments, replies)] == ["ok"] * 4
+    for outcome in receive(side.method, others, replies):
+        assert outcome.status.startswith("refused: foreign: ")
+
+
+def test_what_a_device_says_is_cut_to_one_short_line(tmp_path: Path) -> None:
+    side, assignments, replies = first_round(tmp_path)
+    talk = Reply(replies[0].device, error="bad\n" * 100_000)
+    (outcome,) = receive(side.method, assignments[:1], [talk])
+    assert outcome.status.startswith("failed: bad bad")
+    assert len(outcome.status) < 320
+    flood = Reply(replies[0].device, bytes(20_000_000))
+    (outcome,) = receive(side.method, assignments[:1], [flood])
+    assert outcome.status.startswith("refused: malformed: a payload of this plan has at most ")
+
+
+# --- a whole run ----------------------------------------------------------------------------------
+
+RUN = ("run.rounds=9", "fleet.devices=6", "fleet.cohort=3", "gate.bench_rounds=3")
+
+
+class Spoiling:
+    """Some devices send payloads that are not payloads."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, devices: Sequence[int]) -> None:
+        honest = DeviceSide.perform
+
+        def perform(side: DeviceSide, job: Job) -> Reply:
+            reply = honest(side, job)
+            return replace(reply, payload=b"?" * 99) if job.device in devices else reply
+
+        monkeypatch.setattr(DeviceSide, "perform", perform)
+
+
+def statuses(turns: Sequence[Turn], device: int) -> Iterator[str]:
+    for turn in turns:
+        yield from (d.status.partition(":")[0] for d in turn.record.devices if d.device == device)
+
+
+def test_a_benched_device_sends_nothing_and_others_take_its_place(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    Spoiling(monkeypatch, [2])
+    turns = list(play(small_config(tmp_path, *RUN, "fleet.cohort=5")))
+    seen = list(statuses(turns, 2))
+    assert seen[:3] == ["refused"] * 3
+    assert "benched" in seen[3:6]
+    for turn in turns:
+        sat = [d for d in turn.record.devices if d.status.startswith("benched")]
+        assert all(d.bytes_up == d.bytes_down == 0 for d in sat)
+        assert len(turn.record.devices) - len(sat) == 5
+    found = totals([turn.record for turn in turns])
+    assert found["refused"] == seen.count("refused")
+    assert found["benched"] == seen.count("benched")
+
+
+def test_a_run_goes_on_with_the_same_bench(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    Spoiling(monkeypatch, [0, 1, 2])
+    config = small_config(tmp_path, *RUN, "run.checkpoint_every=1")
+    whole = list(play(config))
+    assert any("benched" in d.status for turn in whole for d in turn.record.devices)
+    for turn in whole[:-1]:
+        rest = list(play(config, start=turn.after))
+        assert [t.record for t in rest] == [t.record for t in whole[turn.after.round :]]
+        assert rest[-1].after.bench == whole[-1].after.bench
+    assert whole[-1].after.bench == bench_of([t.record for t in whole], config.gate)
+
+    from anycostfl.config import to_toml
+
+    writer = RunWriter.create(tmp_path / "run", to_toml(config))
+    turns = keep(play(config), config, writer)
+    for _ in range(5):
+        next(turns)
+    turns.close()
+    before = take_up(tmp_path / "run")
+    assert before.start is not None
+    assert before.start.bench == whole[4].after.bench
+    again = list(play(config, start=before.start))
+    for name, tensor in whole[-1].after.state.items():
+        assert torch.equal(tensor, again[-1].after.state[name])
+
+
+def test_a_fleet_that_is_benched_altogether_plays_empty_rounds(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    Spoiling(monkeypatch, range(6))
+    config = small_config(tmp_path, *RUN, "fleet.cohort=6", "gate.strikes=1", "run.rounds=5")
+    turns = list(play(config))
+    assert [t.record.bytes_up > 0 for t in turns] == [True, False, False, False, True]
+    assert turns[1].record.accuracy == turns[2].record.accuracy
