@@ -149,7 +149,7 @@ def test_estimate_of_bits_and_error_is_near_the_truth() -> None:
     rng = np.random.default_rng(0)
     for mean in (0.3, 1.0, 6.0, 40.0):
         matrix = rng.laplace(0, mean, (200, 320)).astype(np.float32)
-        bits, lost = laplace.cost(np.full((1,), np.log2(mean)), 1.0)
+        bits, lost = laplace.cost(np.full((1, 1), np.log2(mean)), np.ones(1), 1.0)
         numbers = laplace.quantize(matrix, np.ones(200, np.float32))
         writer = Writer(0)
         writer.integers(numbers, likelihoods())

@@ -66,7 +66,8 @@ def test_the_result_is_the_simulators_bit_for_bit(tmp_path: Path, method: str) -
 
 
 def test_as_a_strategy_of_flower_it_is_the_same(tmp_path: Path) -> None:
-    config = config_of(tmp_path, "run.rounds=3", "fleet.cohort=4")
+    kept = ("compression.feedback=true", "aggregation.momentum=0.5")
+    config = config_of(tmp_path, "run.rounds=3", "fleet.cohort=4", *kept)
     strategy = AnycostStrategy(config)
     with one_thread():
         result = strategy.start(LocalGrid(5), strategy.initial_arrays(), num_rounds=3)

@@ -30,9 +30,7 @@ def same(one: list[Turn], other: list[Turn]) -> bool:
 
 KINDS = [
     *((f"run.method={name}",) for name in methods.names()),
-    ("compression.codec=kernel+", "compression.feedback=true", "aggregation.momentum=0.5"),
-    ("compression.codec=lowrank", "compression.feedback=true", "aggregation.step=0.7"),
-    ("run.method=heterofl", "compression.feedback=true", "aggregation.momentum=0.9"),
+    ("compression.codec=lowrank", "compression.feedback=true", "aggregation.momentum=0.5"),
 ]
 
 

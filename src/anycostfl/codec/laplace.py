@@ -64,19 +64,36 @@ def _second_moment(start: float, end: float, point: float, mean: float) -> float
 
 _TABLE: Doubles = np.array([_row(mean) for mean in _MEANS])
 _TABLE[0, 2:] = 0.0  # so small that nothing is coded, and nothing is lost by that
-_SLOPES: Doubles = np.diff(_TABLE, axis=0, append=_TABLE[-1:])
-_FIRST, _LATER = np.ascontiguousarray(_TABLE[:, 0]), np.ascontiguousarray(_TABLE[:, 1])
+_FIRST, _LATER, _BITS, _ERROR = (np.ascontiguousarray(column) for column in _TABLE.T)
 
 
-def cost(octaves: Doubles, step: float) -> tuple[Doubles, Doubles]:
-    """Bits and squared error per element, for log₂ of mean magnitudes and a step in their unit."""
-    at = PER_OCTAVE * (octaves - np.log2(step) - OCTAVES[0])
-    at = np.clip(at, 0, len(_TABLE) - 1.001)
-    low = at.astype(np.int32)
-    part = at - low
-    bits = _TABLE[low, 2] + part * _SLOPES[low, 2]
-    error = _TABLE[low, 3] + part * _SLOPES[low, 3]
+def cost(octaves: Doubles, lengths: Doubles, step: float) -> tuple[Doubles, Doubles]:
+    """Bits and squared error of every row.
+
+    A row is segments of so many elements, each with log₂ of its mean magnitude.
+    """
+    bits, error = np.zeros(len(octaves)), np.zeros(len(octaves))
+    _add_up(octaves, lengths, OCTAVES[0] + np.log2(step), _BITS, _ERROR, bits, error)
     return bits, error * step**2
+
+
+@compiled
+def _add_up(  # noqa: PLR0917 - a compiled loop takes arrays, not objects
+    octaves: Doubles,
+    lengths: Doubles,
+    first: float,
+    bits_at: Doubles,
+    error_at: Doubles,
+    bits: Doubles,
+    error: Doubles,
+) -> None:
+    for i in range(octaves.shape[0]):
+        for j in range(octaves.shape[1]):
+            at = min(max(PER_OCTAVE * (octaves[i, j] - first), 0.0), bits_at.size - 1.001)
+            low = int(at)
+            part, count = at - low, lengths[j]
+            bits[i] += count * (bits_at[low] + part * (bits_at[low + 1] - bits_at[low]))
+            error[i] += count * (error_at[low] + part * (error_at[low + 1] - error_at[low]))
 
 
 def segment_octaves(matrix: Floats) -> Doubles:
