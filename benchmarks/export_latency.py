@@ -57,7 +57,7 @@ def main() -> None:
     """Measure, print, draw."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--repeats", type=int, default=100)
-    parser.add_argument("--rule", default="fast")
+    parser.add_argument("--rule", default="even")
     parser.add_argument("--plot", type=Path)
     arguments = parser.parse_args()
     found: dict[str, list[float]] = {}

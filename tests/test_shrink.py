@@ -1,6 +1,6 @@
 """Width rules, plans, scattering back, and everything that can be asked wrongly."""
 
-from __future__ import annotations
+from __future__ import itertools
 
 import math
 
@@ -62,6 +62,16 @@ def test_fast_widths_use_up_most_of_alpha(name: str) -> None:
     net = elastic(name, "fast")
     for alpha in torch.linspace(0.1, 1, 19).tolist():
         assert net.plan(alpha).flops_ratio >= 0.9 * alpha
+
+
+def test_even_widths_are_friendly_all_the_way_and_nest() -> None:
+    net = elastic("cnn", "even")
+    plans = [net.plan(i / 50) for i in range(6, 51)]
+    for narrow, wide in itertools.pairwise(plans):
+        assert all(narrow.widths[group] <= wide.widths[group] for group in wide.widths)
+    for plan in plans:
+        assert plan.flops_ratio <= plan.alpha
+        assert plan.widths["conv1"] % 8 == plan.widths["conv2"] % 8 == plan.widths["fc1"] % 16 == 0
 
 
 def test_fast_widths_are_multiples_that_hardware_likes() -> None:
@@ -240,7 +250,7 @@ def test_a_model_without_free_channels_only_has_alpha_one() -> None:
 
 
 def test_an_unknown_rule_is_refused() -> None:
-    with pytest.raises(UnknownName, match="sqrt, fast"):
+    with pytest.raises(UnknownName, match="sqrt, fast, even"):
         ElasticModel(nn.Linear(4, 3), torch.randn(2, 4), rule="cubic")
 
 

@@ -98,7 +98,7 @@ def test_alpha_one_is_the_same_model(name: str) -> None:
 
 
 @every
-@pytest.mark.parametrize("rule", ["sqrt", "fast"])
+@pytest.mark.parametrize("rule", ["sqrt", "fast", "even"])
 def test_sub_models_nest(name: str, rule: str) -> None:
     net, _ = elastic(ZOO[name])
     net = ElasticModel(net.module, ZOO[name].example(2), rule=rule)

@@ -67,7 +67,7 @@ class Model:
     """The architecture, a file of `anycostfl.models`."""
 
     name: str
-    widths: Annotated[str, OneOf(("sqrt", "fast"))] = "sqrt"
+    widths: Annotated[str, OneOf(("sqrt", "fast", "even"))] = "sqrt"
 
     def __post_init__(self) -> None:
         check_fields(self)

@@ -2,7 +2,9 @@
 
 `sqrt` is the paper's rule: every hidden width times √α, at least one channel. `fast` walks down a
 chain of widths that the hardware likes and stops where the FLOPs are α of the full model's, so that
-time falls with α. Both are monotone in α: a narrower sub-model is contained in a wider one.
+time falls with α. `even` is the same without the half steps that keep the chain fine: coarser, but
+no width is slower than a wider one. All are monotone in α: a narrower sub-model is contained in a
+wider one.
 
 Deviation: first and last layers scale with √α only, so the FLOPs of `sqrt` are not exactly α.
 `WidthPlan.flops_ratio` says what they are.
@@ -81,14 +83,22 @@ def sqrt_rule(_coupling: Coupling, dials: tuple[Dial, ...], alpha: float) -> dic
 
 def fast_rule(coupling: Coupling, dials: tuple[Dial, ...], alpha: float) -> dict[str, int]:
     """The widest link of the chain whose training FLOPs are at most α of the full model's."""
-    chain = _chain(coupling, dials)
+    return _widest(_chain(coupling, dials, halving=True), alpha)
+
+
+def even_rule(coupling: Coupling, dials: tuple[Dial, ...], alpha: float) -> dict[str, int]:
+    """The same on the chain of whole steps."""
+    return _widest(_chain(coupling, dials, halving=False), alpha)
+
+
+def _widest(chain: tuple[Link, ...], alpha: float) -> dict[str, int]:
     for ratio, widths in chain:
         if ratio <= alpha * (1 + 1e-9):
             return dict(widths)
     return dict(chain[-1][1])
 
 
-RULES: dict[str, WidthRule] = {"sqrt": sqrt_rule, "fast": fast_rule}
+RULES: dict[str, WidthRule] = {"sqrt": sqrt_rule, "fast": fast_rule, "even": even_rule}
 
 FRIENDLY = ((128, 16), (32, 8), (16, 4), (8, 2), (0, 1))
 """(from this many channels, widths in multiples of): what vector units and caches like.
@@ -103,12 +113,12 @@ Link = tuple[float, tuple[tuple[str, int], ...]]
 
 
 @lru_cache(maxsize=64)
-def _chain(coupling: Coupling, dials: tuple[Dial, ...]) -> tuple[Link, ...]:
+def _chain(coupling: Coupling, dials: tuple[Dial, ...], *, halving: bool) -> tuple[Link, ...]:
     """From full width downwards, one dial and one friendly step at a time.
 
     Each step narrows the dial that is relatively widest after it, so that all shrink in
-    proportion; among equals the one that saves the fewest FLOPs. A step that would save more than
-    a tenth is halved, friendly or not.
+    proportion; among equals the one that saves the fewest FLOPs. With halving, a step that would
+    save more than a tenth is halved, friendly or not.
     """
     position = {dial: dial.steps for dial in dials}
     full = coupling.flops(coupling.full())
@@ -129,7 +139,7 @@ def _chain(coupling: Coupling, dials: tuple[Dial, ...]) -> tuple[Link, ...]:
         if not options:
             return tuple(chain)
         _, saved, order, lower = min(options)
-        if -saved < 0.9 * chain[-1][0]:
+        if halving and -saved < 0.9 * chain[-1][0]:
             lower = (position[dials[order]] + lower) // 2
         position[dials[order]] = lower
         chain.append(link(position))
