@@ -299,7 +299,8 @@ def test_a_device_with_a_wrong_clock_goes_by_the_servers() -> None:
 
 def test_two_threads_that_are_refused_at_once_both_sign_again() -> None:
     signature = Signature(ec.generate_private_key(ec.SECP384R1()))
-    server, nested = StrictServer(timedelta(days=3)), []
+    server = StrictServer(timedelta(days=3))
+    nested: list[ProtobufRequestContext] = []
 
     def busy(context: ProtobufRequestContext) -> httpx.Response:
         answer = server(context)
