@@ -99,6 +99,7 @@ class Trial:
         log = os.open(self.folder / "run.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
         os.dup2(log, 1)
         os.dup2(log, 2)
+        sys.stdout, sys.stderr = os.fdopen(1, "w"), os.fdopen(2, "w")
 
     def _play(self) -> int:
         try:

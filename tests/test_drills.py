@@ -10,6 +10,7 @@ from drills import damage, disk, simulator, soak, workers
 from drills.common import Order
 
 
+@pytest.mark.slow
 def test_nothing_is_lost_when_the_disk_is_full(tmp_path: Path) -> None:
     report = disk.drill(Order(2, tmp_path, seed=1))
     assert report.lost == []
