@@ -1,7 +1,8 @@
 """Width rules, plans, scattering back, and everything that can be asked wrongly."""
 
-from __future__ import itertools
+from __future__ import annotations
 
+import itertools
 import math
 
 import pytest
