@@ -120,8 +120,10 @@ def _rounded(values: Iterable[float | None], digits: int) -> list[float | None]:
     exact = np.array([math.nan if v is None else v for v in values], np.float64)
     finite = np.isfinite(exact)
     size = np.where(finite & (exact != 0), np.abs(exact), 1.0)
-    scale = 10.0 ** np.clip(digits - 1 - np.floor(np.log10(size)), -300, 300)
-    short = (np.rint(np.where(finite, exact, 0.0) * scale) / scale).tolist()
+    places = np.clip(digits - 1 - np.floor(np.log10(size)), -300, 300)
+    # Two powers, for one below 1 would not be exact.
+    up, down = 10.0 ** np.maximum(places, 0), 10.0 ** np.maximum(-places, 0)
+    short = (np.rint(np.where(finite, exact, 0.0) * up / down) * down / up).tolist()
     return [
         (int(v) if v.is_integer() and abs(v) < 1e15 else v) if known else None
         for v, known in zip(short, finite.tolist(), strict=True)
