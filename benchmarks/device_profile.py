@@ -3,17 +3,17 @@
 Measures this machine as `anycostfl profile` does, writes the profile, then for α = 1, 1/2 and 1/4:
 sets the latency budget under which the planner gives exactly that α, simulates a round of such a
 fleet, and compares what the planner and the simulator say with the measured time of the same epoch
-(interleaved, medians, one thread). Fails (exit code 1) if either is off by more than 15 %. Wants a
-quiet machine, and says so (exit code 2) if others took part of the core; there `--cpu` takes
-processor time throughout, which shows at least how good the model is.
+(widths in turns, lower quartiles, one thread; half of the epochs before the profile is made and
+half after it, for the speed of a machine drifts). Fails (exit code 1) if either is off by more than
+15 %. Wants a quiet machine, and says so (exit code 2) if others took part of the core; there
+`--cpu` takes processor time throughout, which shows at least how good the model is.
 
-    python benchmarks/device_profile.py [--repeats 9] [--models cnn vgg9] [--cpu]
+    python benchmarks/device_profile.py [--repeats 15] [--models cnn vgg9] [--cpu]
 """
 
 from __future__ import annotations
 
 import argparse
-import statistics
 import sys
 import tempfile
 import time
@@ -27,7 +27,7 @@ import torch
 from anycostfl import cost, fleet, models, planner, profile
 from anycostfl.config import Config, load_preset, load_profile
 from anycostfl.experiment import settle
-from anycostfl.profile.pace import elastic_model, local_epoch
+from anycostfl.profile.pace import elastic_model, local_epoch, typical
 from anycostfl.simulate import run
 from anycostfl.types import DeviceRecord
 
@@ -110,28 +110,28 @@ def predict(model: str, alpha: float, path: Path, folder: Path) -> Prediction:
     return Prediction(planned.alpha, planned.latency_s - float(upload[0]), record.devices[0])
 
 
-def measure_epochs(
-    config: Config, alphas: list[float], repeats: int, clock: Callable[[], float]
-) -> list[float]:
-    """Median seconds of a local epoch at each α, run in turns."""
+def measure_epochs(config: Config, repeats: int, clock: Callable[[], float]) -> list[list[float]]:
+    """Seconds of local epochs at each α, run in turns."""
     net = elastic_model(config)
-    epochs = [local_epoch(config, net, alpha, clock) for alpha in alphas]
-    seen: list[list[float]] = [[] for _ in alphas]
+    epochs = [local_epoch(config, net, alpha, clock) for alpha in ALPHAS]
+    seen: list[list[float]] = [[] for _ in ALPHAS]
     for _ in range(repeats + 1):
         for epoch, seconds in zip(epochs, seen, strict=True):
             seconds.append(epoch(int(config.fleet.samples)))
-    return [statistics.median(seconds[1:]) for seconds in seen]
+    return [seconds[1:] for seconds in seen]
 
 
 def check(model: str, repeats: int, folder: Path, clock: Callable[[], float]) -> str:
     """Print the table of one model; ok, MISSED or BUSY."""
     config = configure(model, folder)
     start, used = clock(), time.process_time()
+    before = measure_epochs(config, repeats, clock)
     measured = profile.measure(config, repeats=repeats, threads=1, seconds=clock)
     path = folder / f"{model}.toml"
     path.write_text(profile.to_toml(profile.as_profile(measured), measured))
     found = [predict(model, alpha, path, folder) for alpha in ALPHAS]
-    real = measure_epochs(config, [p.alpha for p in found], repeats, clock)
+    after = measure_epochs(config, repeats, clock)
+    real = [typical(one + other) for one, other in zip(before, after, strict=True)]
     share = (time.process_time() - used) / (clock() - start)
     print(f"{model}: {measured.flops_per_cycle:.2f} FLOPs per cycle at {measured.clock.now_hz:.3g}")
     print("      α  FLOPs  measured s   planner s  error  simulator s  error")
@@ -155,7 +155,7 @@ def check(model: str, repeats: int, folder: Path, clock: Callable[[], float]) ->
 def main() -> None:
     """Check every model that is asked for."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--repeats", type=int, default=9)
+    parser.add_argument("--repeats", type=int, default=15)
     parser.add_argument("--models", nargs="+", choices=sorted(PRESETS), default=sorted(PRESETS))
     parser.add_argument("--cpu", action="store_true", help="processor time instead of the wall's")
     arguments = parser.parse_args()

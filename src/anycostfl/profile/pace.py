@@ -8,7 +8,6 @@ pair (W, o) is the one whose worst relative error of the predicted time is least
 from __future__ import annotations
 
 import math
-import statistics
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -72,7 +71,7 @@ def measure_paces(
     between: Callable[[], None] = lambda: None,
     clock: Callable[[], float] = time.perf_counter,
 ) -> list[Pace]:
-    """Train at all widths in turns on made-up data; medians. `between` is called after each."""
+    """Train at all widths in turns on made-up data. `between` is called after each."""
     epochs = [local_epoch(config, net, alpha, clock) for alpha in alphas]
     batch, longest = config.training.batch, int(config.fleet.samples)
     epochs[0](2 * batch)  # the first call of a kernel finds out how to run it
@@ -85,9 +84,14 @@ def measure_paces(
             between()
     plans = [net.plan(alpha) for alpha in alphas]
     return [
-        Pace(plan.alpha, plan.flops_ratio, statistics.median(seconds[1:]))
+        Pace(plan.alpha, plan.flops_ratio, typical(seconds[1:]))
         for plan, seconds in zip(plans, seen, strict=True)
     ]
+
+
+def typical(seconds: Sequence[float]) -> float:
+    """The lower quartile: whatever else runs on a machine only ever adds time."""
+    return float(np.percentile(seconds, 25))
 
 
 def local_epoch(
