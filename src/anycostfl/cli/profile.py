@@ -29,7 +29,7 @@ def profile(
         int | None, typer.Option("--listen", metavar="PORT", help="Be that sink")
     ] = None,
     threads: Annotated[int, typer.Option(help="To train with; 0 is one per core")] = 0,
-    repeats: Annotated[int, typer.Option(help="Repetitions at each width")] = 7,
+    repeats: Annotated[int, typer.Option(help="Repetitions at each width")] = 15,
     json: Annotated[bool, typer.Option("--json", help="One JSON document instead")] = False,
 ) -> None:
     """Measure how fast and how hungry this machine trains, for `plan`, `run` and real fleets."""
