@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import re
+import socket
 import ssl
 import stat
+import threading
 from base64 import b64decode
+from contextlib import suppress
 from dataclasses import replace
 from datetime import UTC, datetime, timedelta
 from email.utils import format_datetime
@@ -31,6 +34,7 @@ from anycostfl.config import to_toml
 from anycostfl.coupling import tensors_of
 from anycostfl.errors import AnycostError, ConfigError
 from anycostfl.experiment import prepare, settle
+from anycostfl.flower import node
 from anycostfl.flower.clock import Signature, date_reply
 from anycostfl.flower.device import Setup, open_device, read_setup, recall, remember
 from anycostfl.flower.keys import KeyFolder, make_keys, names_of, private_key, public_key
@@ -44,6 +48,7 @@ from anycostfl.flower.messages import (
     read_task,
     unpack_weights,
 )
+from anycostfl.flower.node import Address
 from anycostfl.flower.superlink import LocalControl, is_allowed
 from small_runs import small_config, small_dataset
 
@@ -341,3 +346,21 @@ def test_arrays_of_impossible_shapes_are_refused(shape: tuple[int, ...]) -> None
     array = Array(dtype="uint8", shape=shape, stype=TENSOR, data=bytes(4 if 0 not in shape else 0))
     with pytest.raises(MessageError, match="an array of shape"):
         read_state(RecordDict({"order": ArrayRecord({"conv": array})}), "order")
+
+
+def test_a_line_that_breaks_in_a_greeting_is_not_taken_for_a_wrong_server(tmp_path: Path) -> None:
+    make_keys(tmp_path, ["127.0.0.1"], ["pi"])
+    folder = KeyFolder(tmp_path)
+    key = private_key(folder.device("pi"))
+    with socket.create_server(("127.0.0.1", 0)) as door:
+
+        def slam() -> None:
+            with suppress(OSError):
+                while True:
+                    door.accept()[0].close()
+
+        threading.Thread(target=slam, daemon=True).start()
+        server = f"127.0.0.1:{door.getsockname()[1]}"
+        address = Address(server, folder.authority, folder.device("pi"), patience_s=1.0)
+        with node._client(address, key) as client, pytest.raises(node.Unreachable):
+            node.Line(address, client).enter(key.public_key())

@@ -69,6 +69,9 @@ HEARTBEAT_S = 10.0  # Flower's least; after two missed ones a device counts as g
 REFUSED_S = 45.0  # a device that crashed is refused until it counts as gone
 LOOK_MIN_S, LOOK_MAX_S = 0.1, 1.0  # between two looks for work
 PAUSE_MAX_S = 10.0  # before trying an unreachable server again
+WRONG_SERVER = ("CERTIFICATE_VERIFY_FAILED", "WRONG_VERSION_NUMBER")
+"""What TLS says of another's certificate, or of a server without any; a line that breaks in the
+middle of a greeting is no more than that."""
 
 
 class Refused(AnycostError):  # noqa: N818 - reads as what happened
@@ -226,7 +229,7 @@ class Line:
             try:
                 return request()
             except httpx.TransportError as error:
-                if "CERTIFICATE" in str(error) or "SSL" in str(error):
+                if any(word in str(error) for word in WRONG_SERVER):
                     raise Refused(
                         f"the server is not who it should be: {error}. Give the ca.crt that its "
                         "certificate was made with, and an address that the certificate names"
