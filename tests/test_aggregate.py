@@ -275,6 +275,7 @@ def test_sizes_are_clipped_to_their_median() -> None:
     assert clipped(updates[0], bound) is updates[0]
     assert clip_bound(sizes, Rules(clip=0.0)) == np.inf
     assert clip_bound([0.0], Rules()) == np.inf
+    assert clip_bound([100.0, 1.0, 100.0, 1.0], Rules(clip=2.0)) == 2.0
     by_hand = Update({"w": torch.tensor([3.0, 4.0, 0.0, 0.0])}, {})
     assert size_of(by_hand) == pytest.approx(2.5)
 

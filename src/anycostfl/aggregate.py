@@ -195,9 +195,12 @@ def size_of(update: Update) -> float:
 
 
 def clip_bound(sizes: Iterable[float], rules: Rules) -> float:
-    """The size beyond which an update of this round is scaled down; infinite if it is off."""
+    """The size beyond which an update of this round is scaled down; infinite if it is off.
+
+    Of two middle ones the smaller: half of the devices may inflate their updates and gain nothing.
+    """
     known = [size for size in sizes if size > 0]
-    return rules.clip * statistics.median(known) if rules.clip and known else math.inf
+    return rules.clip * statistics.median_low(known) if rules.clip and known else math.inf
 
 
 def clipped(update: Update, bound: float) -> Update:

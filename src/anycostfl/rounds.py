@@ -182,9 +182,11 @@ def _decode(method: Method, assignment: Assignment, reply: Reply) -> Update:
 
 def accepted(method: Method, outcomes: Sequence[Outcome], rules: Rules) -> Iterator[Contribution]:
     """The updates that count, decoded once more, one at a time: the cohort never lies in memory."""
-    usable = [o for o in outcomes if o.status == "ok"]
-    bound = clip_bound((o.size for o in usable), rules)
-    for outcome in usable:
+    # Whoever is left out still counts for the median: fewer honest ones would shift it.
+    bound = clip_bound((o.size for o in outcomes), rules)
+    for outcome in outcomes:
+        if outcome.status != "ok":
+            continue
         update = clipped(_decode(method, outcome.assignment, outcome.reply), bound)
         yield Contribution(outcome.assignment.plan, update, outcome.assignment.weight)
 
