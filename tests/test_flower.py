@@ -57,7 +57,13 @@ def assert_same(flower: list[Turn], simulated: list[Turn]) -> None:
             assert torch.equal(one.after.state[name], tensor), name
 
 
-@pytest.mark.parametrize("method", methods.names())
+SOON = ("anycostfl", "stc", "heterofl")
+METHODS = [
+    name if name in SOON else pytest.param(name, marks=pytest.mark.slow) for name in methods.names()
+]
+
+
+@pytest.mark.parametrize("method", METHODS)
 def test_the_result_is_the_simulators_bit_for_bit(tmp_path: Path, method: str) -> None:
     config = config_of(tmp_path, f"run.method={method}", "run.rounds=3", "fleet.cohort=4")
     flower = over_flower(config)

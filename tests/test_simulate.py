@@ -28,9 +28,15 @@ def same(one: list[Turn], other: list[Turn]) -> bool:
     return records and all(torch.equal(a[name], b[name]) for name in a)
 
 
+QUICK = ("anycostfl", "stc")  # the others differ from them in how they encode only
 KINDS = [
-    *((f"run.method={name}",) for name in methods.names()),
+    *((f"run.method={name}",) for name in QUICK),
     ("compression.codec=lowrank", "compression.feedback=true", "aggregation.momentum=0.5"),
+    *(
+        pytest.param((f"run.method={name}",), marks=pytest.mark.slow)
+        for name in methods.names()
+        if name not in QUICK
+    ),
 ]
 
 
