@@ -7,6 +7,7 @@ import random
 import shutil
 import signal
 import time
+import traceback
 from collections.abc import Callable
 from pathlib import Path
 
@@ -167,8 +168,11 @@ def start(folder: Path, overrides: list[str], workers: int, sabotage: Callable[[
             run(resume=folder, workers=workers, json=True)
         else:
             run("demo", overrides, folder, None, workers, json=True)
-    finally:
         os._exit(0)
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        os._exit(1)
 
 
 def contents(folder: Path) -> tuple[bytes, bytes]:
@@ -194,6 +198,7 @@ def kill_again_and_again(folder: Path, workers: int, longest: float) -> None:
         _, status = os.waitpid(child, 0)
         killed += os.WIFSIGNALED(status)
         if not os.WIFSIGNALED(status):
+            assert os.WEXITSTATUS(status) == 0
             assert contents(home) == expected
             ended += 1
             shutil.rmtree(home)
