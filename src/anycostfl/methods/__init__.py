@@ -72,7 +72,8 @@ def elements(shapes: Shapes) -> int:
 
 def names() -> list[str]:
     """Every method that can be loaded by name."""
-    return sorted(info.name for info in pkgutil.iter_modules(__path__))
+    found = (info.name for info in pkgutil.iter_modules(__path__))
+    return sorted(name for name in found if not name.startswith("_"))
 
 
 def variants(name: str) -> list[str]:

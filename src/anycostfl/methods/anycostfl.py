@@ -13,23 +13,17 @@ import numpy as np
 
 from anycostfl.aggregate import optimal_weights
 from anycostfl.checks import FloatArray
-from anycostfl.codec import compress, decompress
-from anycostfl.codec.dense import pack_dense, unpack_dense
-from anycostfl.methods import Method, Shapes, State, Upload
+from anycostfl.codec import decompress
+from anycostfl.methods import Method, Shapes
+from anycostfl.methods._common import (
+    decode_dense,
+    decode_unmasked,
+    encode_dense,
+    encode_with_codec,
+    weigh_by_samples,
+)
 from anycostfl.planner import fixed_strategies, plan_strategies
-from anycostfl.types import Devices, Limits, Strategies, Update, Workload, counting_all
-
-
-def encode(update: State, upload: Upload) -> bytes:
-    """Flexible gradient compression (Sec. III-C)."""
-    return compress(
-        update,
-        upload.beta,
-        seed=upload.seed,
-        codec=upload.codec,
-        blocks=upload.blocks,
-        binding=upload.binding,
-    )
+from anycostfl.types import Devices, Limits, Strategies, Update, Workload
 
 
 def decode(payload: bytes, shapes: Shapes, binding: bytes) -> Update:
@@ -45,7 +39,7 @@ def weigh(alpha: FloatArray, beta: FloatArray, samples: FloatArray) -> FloatArra
 METHOD = Method(
     summary="AnycostFL: sub-models, compressed kernels and clocks planned under budgets",
     plan=plan_strategies,
-    encode=encode,
+    encode=encode_with_codec,
     decode=decode,
     weigh=weigh,
     sorts_channels=True,
@@ -66,28 +60,6 @@ def plan_uncompressed(devices: Devices, workload: Workload, limits: Limits) -> S
     return fixed_strategies(devices, workload, alpha=alpha, beta=np.ones(len(devices)))
 
 
-def encode_dense(update: State, upload: Upload) -> bytes:
-    """32 bits for every element."""
-    return pack_dense(update, binding=upload.binding)
-
-
-def decode_dense(payload: bytes, shapes: Shapes, binding: bytes) -> Update:
-    """Exactly what was sent."""
-    return unpack_dense(payload, shapes, binding=binding)
-
-
-def decode_unmasked(payload: bytes, shapes: Shapes, binding: bytes) -> Update:
-    """The quantized update; elements that were not sent count as zero."""
-    return counting_all(decompress(payload, shapes, binding=binding))
-
-
-def weigh_equally(alpha: FloatArray, beta: FloatArray, samples: FloatArray) -> FloatArray:
-    """The plain mean."""
-    del alpha, beta
-    shares: FloatArray = samples / samples.sum()
-    return shares
-
-
 VARIANTS = {
     "without-ems": replace(METHOD, summary="AnycostFL with full models", plan=plan_full_width),
     "without-fgc": replace(
@@ -101,6 +73,6 @@ VARIANTS = {
         METHOD,
         summary="AnycostFL with plain averaging",
         decode=decode_unmasked,
-        weigh=weigh_equally,
+        weigh=weigh_by_samples,
     ),
 }

@@ -18,22 +18,13 @@ import numpy as np
 
 from anycostfl.checks import FloatArray
 from anycostfl.codec import byte_budget
-from anycostfl.codec.flat import all_of, flatten
-from anycostfl.codec.frame import bond
+from anycostfl.codec.flat import flatten
 from anycostfl.codec.kernels import Floats
-from anycostfl.codec.sparse import (
-    Layout,
-    Sparse,
-    chances,
-    draw,
-    fill,
-    pack_sparse,
-    spread,
-    unpack_sparse,
-)
-from anycostfl.methods import Method, Shapes, State, Upload, elements
+from anycostfl.codec.sparse import Sparse, chances, draw, fill, pack_sparse
+from anycostfl.methods import Method, State, Upload
+from anycostfl.methods._common import bond_of, decode_levels
 from anycostfl.planner import fixed_strategies
-from anycostfl.types import Devices, Limits, Strategies, Update, Workload
+from anycostfl.types import Devices, Limits, Strategies, Workload
 
 RATE = 1 / 33  # of S on average, recovered from the paper's table
 MAX_LEVELS = 2**22
@@ -49,9 +40,7 @@ def plan(devices: Devices, workload: Workload, limits: Limits) -> Strategies:
 
 def encode(update: State, upload: Upload) -> bytes:
     """As many levels as the rate pays for."""
-    flat = flatten(update)
-    tie = bond(upload.binding, {name: tensor.shape for name, tensor in update.items()})
-
+    flat, tie = flatten(update), bond_of(update, upload)
     chance = chances(upload.seed, flat.size)
 
     def payload_of(levels: int) -> bytes:
@@ -75,12 +64,6 @@ def quantize(flat: Floats, levels: int, chance: Floats) -> Sparse:
     return Sparse(kept, (float(unit),), np.where(flat[kept] < 0, -drawn, drawn))
 
 
-def decode(payload: bytes, shapes: Shapes, binding: bytes) -> Update:
-    """The quantized update."""
-    layout = Layout(elements(shapes), scalars=1)
-    return all_of(spread(unpack_sparse(payload, bond(binding, shapes), layout)), shapes)
-
-
 def weigh(alpha: FloatArray, beta: FloatArray, samples: FloatArray) -> FloatArray:
     """|D_i| / (1 + q_i), from the rate that was issued."""
     del alpha
@@ -95,7 +78,7 @@ METHOD = Method(
     summary="FedHQ: stochastic levels by channel state, weights by their error, full models",
     plan=plan,
     encode=encode,
-    decode=decode,
+    decode=decode_levels,
     weigh=weigh,
     sorts_channels=False,
     by_samples=True,

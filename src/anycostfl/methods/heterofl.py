@@ -19,11 +19,10 @@ import numpy as np
 from torch import Tensor, nn
 
 from anycostfl import cost
-from anycostfl.checks import FloatArray
-from anycostfl.codec import compress, decompress
-from anycostfl.methods import Method, Shapes, State, Upload
+from anycostfl.methods import Method
+from anycostfl.methods._common import decode_unmasked, encode_with_codec, weigh_by_samples
 from anycostfl.planner import fixed_strategies
-from anycostfl.types import Devices, Limits, Strategies, Update, Workload, counting_all
+from anycostfl.types import Devices, Limits, Strategies, Workload
 
 RATE = 1 / 41  # αβ on average, recovered from the paper's table
 
@@ -52,36 +51,12 @@ def prepare(module: nn.Module, alpha: float) -> None:
         layer.register_forward_hook(scale)
 
 
-def encode(update: State, upload: Upload) -> bytes:
-    """The kernel codec, unless another one is asked for."""
-    return compress(
-        update,
-        upload.beta,
-        seed=upload.seed,
-        codec=upload.codec,
-        blocks=upload.blocks,
-        binding=upload.binding,
-    )
-
-
-def decode(payload: bytes, shapes: Shapes, binding: bytes) -> Update:
-    """The quantized update; every element of the sub-model counts."""
-    return counting_all(decompress(payload, shapes, binding=binding))
-
-
-def weigh(alpha: FloatArray, beta: FloatArray, samples: FloatArray) -> FloatArray:
-    """The plain mean, unless sample counts are asked for."""
-    del alpha, beta
-    shares: FloatArray = samples / samples.sum()
-    return shares
-
-
 METHOD = Method(
     summary="HeteroFL: nested widths by computing capacity, averaged where they overlap",
     plan=plan,
-    encode=encode,
-    decode=decode,
-    weigh=weigh,
+    encode=encode_with_codec,
+    decode=decode_unmasked,
+    weigh=weigh_by_samples,
     sorts_channels=False,
     prepare=prepare,
 )

@@ -15,47 +15,27 @@ import math
 
 import numpy as np
 
-from anycostfl.checks import FloatArray
-from anycostfl.codec import byte_budget
-from anycostfl.codec.flat import all_of, flatten
-from anycostfl.codec.frame import bond
 from anycostfl.codec.kernels import Floats
-from anycostfl.codec.sparse import (
-    Layout,
-    Ranked,
-    Sparse,
-    chances,
-    draw,
-    fill,
-    pack_sparse,
-    spread,
-    unpack_sparse,
+from anycostfl.codec.sparse import Ranked, Sparse, chances, draw
+from anycostfl.methods import Method, State, Upload
+from anycostfl.methods._common import (
+    decode_levels,
+    encode_largest,
+    full_width_at,
+    weigh_by_samples,
 )
-from anycostfl.methods import Method, Shapes, State, Upload, elements
-from anycostfl.planner import fixed_strategies
-from anycostfl.types import Devices, Limits, Strategies, Update, Workload
 
 RATE = 1 / 35  # of S, recovered from the paper's table
 STEP = 0.4  # in root-mean-squares of what is kept; about the least error at this rate
 
 
-def plan(devices: Devices, workload: Workload, limits: Limits) -> Strategies:
-    """Full width, one rate for all."""
-    ones = np.ones(len(devices))
-    return fixed_strategies(devices, workload, alpha=ones, beta=ones * (limits.rate or RATE))
-
-
 def encode(update: State, upload: Upload) -> bytes:
     """Top-k, then stochastic levels."""
-    flat = flatten(update)
-    tie = bond(upload.binding, {name: tensor.shape for name, tensor in update.items()})
-    ranked = Ranked(flat)
 
-    def payload_of(count: int) -> bytes:
-        return pack_sparse(quantize(flat, ranked, count, upload.seed), tie)
+    def levels(flat: Floats, ranked: Ranked, count: int) -> Sparse:
+        return quantize(flat, ranked, count, upload.seed)
 
-    budget = byte_budget(upload.beta, flat.size)
-    return fill(budget, 1.0 * budget, ranked.most, payload_of)
+    return encode_largest(update, upload, levels, per_byte=1.0)
 
 
 def quantize(flat: Floats, ranked: Ranked, count: int, seed: int) -> Sparse:
@@ -70,25 +50,12 @@ def quantize(flat: Floats, ranked: Ranked, count: int, seed: int) -> Sparse:
     return Sparse(kept, (float(unit),), np.where(chosen < 0, -drawn, drawn))
 
 
-def decode(payload: bytes, shapes: Shapes, binding: bytes) -> Update:
-    """The quantized update; elements that were not sent count as zero."""
-    layout = Layout(elements(shapes), scalars=1)
-    return all_of(spread(unpack_sparse(payload, bond(binding, shapes), layout)), shapes)
-
-
-def weigh(alpha: FloatArray, beta: FloatArray, samples: FloatArray) -> FloatArray:
-    """In proportion to the data."""
-    del alpha, beta
-    shares: FloatArray = samples / samples.sum()
-    return shares
-
-
 METHOD = Method(
     summary="QSGD: top-k elements on stochastic levels, full models",
-    plan=plan,
+    plan=full_width_at(RATE),
     encode=encode,
-    decode=decode,
-    weigh=weigh,
+    decode=decode_levels,
+    weigh=weigh_by_samples,
     sorts_channels=False,
     by_samples=True,
 )

@@ -11,36 +11,20 @@ from __future__ import annotations
 
 import numpy as np
 
-from anycostfl.checks import FloatArray
-from anycostfl.codec import byte_budget
-from anycostfl.codec.flat import all_of, flatten
+from anycostfl.codec.flat import all_of
 from anycostfl.codec.frame import bond
 from anycostfl.codec.kernels import Floats
-from anycostfl.codec.sparse import Layout, Ranked, Sparse, fill, pack_sparse, spread, unpack_sparse
+from anycostfl.codec.sparse import Layout, Ranked, Sparse, spread, unpack_sparse
 from anycostfl.methods import Method, Shapes, State, Upload, elements
-from anycostfl.planner import fixed_strategies
-from anycostfl.types import Devices, Limits, Strategies, Update, Workload
+from anycostfl.methods._common import encode_largest, full_width_at, weigh_by_samples
+from anycostfl.types import Update
 
 RATE = 1 / 43  # of S, recovered from the paper's table
 
 
-def plan(devices: Devices, workload: Workload, limits: Limits) -> Strategies:
-    """Full width, one rate for all."""
-    ones = np.ones(len(devices))
-    return fixed_strategies(devices, workload, alpha=ones, beta=ones * (limits.rate or RATE))
-
-
 def encode(update: State, upload: Upload) -> bytes:
     """Sparse ternary compression."""
-    wanted = flatten(update)
-    tie = bond(upload.binding, {name: tensor.shape for name, tensor in update.items()})
-    ranked = Ranked(wanted)
-
-    def payload_of(count: int) -> bytes:
-        return pack_sparse(ternary(wanted, ranked, count), tie)
-
-    budget = byte_budget(upload.beta, wanted.size)
-    return fill(budget, 1.5 * budget, ranked.most, payload_of)
+    return encode_largest(update, upload, ternary, per_byte=1.5)
 
 
 def ternary(wanted: Floats, ranked: Ranked, count: int) -> Sparse:
@@ -61,19 +45,12 @@ def decode(payload: bytes, shapes: Shapes, binding: bytes) -> Update:
     return all_of(spread(sparse), shapes)
 
 
-def weigh(alpha: FloatArray, beta: FloatArray, samples: FloatArray) -> FloatArray:
-    """The plain mean, unless sample counts are asked for."""
-    del alpha, beta
-    shares: FloatArray = samples / samples.sum()
-    return shares
-
-
 METHOD = Method(
     summary="STC: top-k ternary updates with error feedback, full models",
-    plan=plan,
+    plan=full_width_at(RATE),
     encode=encode,
     decode=decode,
-    weigh=weigh,
+    weigh=weigh_by_samples,
     sorts_channels=False,
     feedback=True,
 )

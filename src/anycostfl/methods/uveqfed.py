@@ -16,26 +16,18 @@ from hashlib import blake2s
 
 import numpy as np
 
-from anycostfl.checks import FloatArray
-from anycostfl.codec import byte_budget
-from anycostfl.codec.flat import all_of, flatten
+from anycostfl.codec.flat import all_of
 from anycostfl.codec.frame import bond
 from anycostfl.codec.kernels import Doubles, Floats, Ints
-from anycostfl.codec.sparse import Layout, Ranked, Sparse, fill, pack_sparse, unpack_sparse
+from anycostfl.codec.sparse import Layout, Ranked, Sparse, unpack_sparse
 from anycostfl.methods import Method, Shapes, State, Upload, elements
-from anycostfl.planner import fixed_strategies
-from anycostfl.types import Devices, Limits, Strategies, Update, Workload
+from anycostfl.methods._common import encode_largest, full_width_at, weigh_by_samples
+from anycostfl.types import Update
 
 RATE = 1 / 34  # of S, recovered from the paper's table
 CHUNK = 1 << 16  # pairs decoded at a time
 STEP = 0.5  # in root-mean-squares of what is kept; about the least error at this rate
 BASIS = np.array([[1.0, 0.0], [0.5, np.sqrt(0.75)]])  # rows; cells of width 1
-
-
-def plan(devices: Devices, workload: Workload, limits: Limits) -> Strategies:
-    """Full width, one rate for all."""
-    ones = np.ones(len(devices))
-    return fixed_strategies(devices, workload, alpha=ones, beta=ones * (limits.rate or RATE))
 
 
 def nearest(points: Doubles) -> Ints:
@@ -73,15 +65,11 @@ def _inside(random: np.random.Generator, pairs: int) -> Doubles:
 
 def encode(update: State, upload: Upload) -> bytes:
     """Top-k, then the dithered lattice."""
-    flat = flatten(update)
-    tie = bond(upload.binding, {name: tensor.shape for name, tensor in update.items()})
-    ranked = Ranked(flat)
 
-    def payload_of(count: int) -> bytes:
-        return pack_sparse(quantize(flat, ranked, count, upload.binding), tie)
+    def points(flat: Floats, ranked: Ranked, count: int) -> Sparse:
+        return quantize(flat, ranked, count, upload.binding)
 
-    budget = byte_budget(upload.beta, flat.size)
-    return fill(budget, 1.0 * budget, ranked.most, payload_of)
+    return encode_largest(update, upload, points, per_byte=1.0)
 
 
 def quantize(flat: Floats, ranked: Ranked, count: int, binding: bytes) -> Sparse:
@@ -118,19 +106,12 @@ def decode(payload: bytes, shapes: Shapes, binding: bytes) -> Update:
     )
 
 
-def weigh(alpha: FloatArray, beta: FloatArray, samples: FloatArray) -> FloatArray:
-    """In proportion to the data."""
-    del alpha, beta
-    shares: FloatArray = samples / samples.sum()
-    return shares
-
-
 METHOD = Method(
     summary="UVeQFed: top-k elements on a dithered hexagonal lattice, full models",
-    plan=plan,
+    plan=full_width_at(RATE),
     encode=encode,
     decode=decode,
-    weigh=weigh,
+    weigh=weigh_by_samples,
     sorts_channels=False,
     by_samples=True,
 )
