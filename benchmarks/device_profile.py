@@ -102,7 +102,7 @@ def predict(model: str, alpha: float, path: Path, folder: Path) -> Prediction:
     device = fleet.place_device(
         load_profile(str(path)), spec, distance_m=100.0, latency_s=budget, energy_j=1e9
     )
-    planned = planner.plan_strategies(device, config.workload, config.limits)[0]
+    planned = planner.plan_strategies(device, config.workload, config.limits_of("anycostfl"))[0]
     upload = cost.upload_time_s(
         np.array([planned.alpha]), beta, config.workload.size_bits, device.rate_bps
     )

@@ -68,7 +68,7 @@ def draw_cohorts(settings: config.Config, rounds: int) -> Devices:
 
 def mean_gains(settings: config.Config, rounds: int) -> tuple[float, float, float]:
     """Mean gain of the exact and the clipped solution; share of printed ones outside the box."""
-    problem = draw_cohorts(settings, rounds), settings.workload, settings.limits
+    problem = draw_cohorts(settings, rounds), settings.workload, settings.limits_of("anycostfl")
     exact, clipped = plan_strategies(*problem), closed_form(*problem, clipped=True)
     outside = ~closed_form(*problem).feasible
     return float(exact.gain.mean()), float(clipped.gain.mean()), float(outside.mean())

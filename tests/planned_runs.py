@@ -31,7 +31,7 @@ def planned_run(folder: Path, *overrides: str) -> Config:
 def planned_round(config: Config, number: int) -> RoundRecord:
     """A round in which every device does exactly what was planned."""
     cohort = draw_cohort(config.fleet, seed=config.run.seed, round_index=number)
-    planned = plan_strategies(cohort.devices, config.workload, config.limits)
+    planned = plan_strategies(cohort.devices, config.workload, config.limits_of("anycostfl"))
     size, given = config.workload.size_bits, cohort.devices
     bytes_up = np.round(planned.alpha * planned.beta * size / 8).astype(int)
     upload_s = 8 * bytes_up / given.rate_bps

@@ -27,7 +27,8 @@ def test_preset_reproduces_the_papers_table(preset: str) -> None:
     plans = []
     for index in range(ROUNDS):
         cohort = fleet.draw_cohort(settings.fleet, seed=0, round_index=index)
-        plans.append(planner.plan_strategies(cohort.devices, settings.workload, settings.limits))
+        limits = settings.limits_of("anycostfl")
+        plans.append(planner.plan_strategies(cohort.devices, settings.workload, limits))
     seconds, joules, alpha, share = TABLE[preset]
     assert all(len(plan) == 15 and plan.feasible.all() for plan in plans)
     assert np.mean([plan.latency_s.max() for plan in plans]) == pytest.approx(seconds, rel=0.005)

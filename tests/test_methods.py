@@ -48,7 +48,7 @@ def compressing() -> list[str]:
 def test_payloads_fill_the_budget_and_never_exceed_it(name: str, beta: float) -> None:
     method, given_ = methods.load(name), update()
     budget = byte_budget(beta, vector(given_).size)
-    payload = method.encode(given_, Upload(beta, 7, b"plan"))
+    payload = method.encode(given_, Upload(beta, 7, b"plan", codec=method.codec))
     assert 0.9 * budget <= len(payload) <= budget
     decoded = method.decode(payload, SHAPES, b"plan")
     wanted = vector(given_)
@@ -169,7 +169,7 @@ def test_stc_sends_one_magnitude_and_has_feedback() -> None:
     payload = stc.encode(update(), Upload(1 / 40, 7, b"plan"))
     sent = vector(stc.decode(payload, SHAPES, b"plan").values)
     assert len(np.unique(np.abs(sent))) == 2  # 0 and μ
-    assert [name for name in methods.names() if methods.load(name).feedback] == ["stc"]
+    assert [name for name in methods.names() if methods.load(name).feedback] == ["anycostfl+", "stc"]
 
 
 # --- QSGD -----------------------------------------------------------------------------------------

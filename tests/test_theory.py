@@ -1,6 +1,9 @@
 """The bounds and rates of Sec. IV, at their known points and by their own inequalities."""
 
 import math
+import re
+import statistics
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -11,6 +14,7 @@ from anycostfl import theory
 from anycostfl.aggregate import optimal_weights
 from anycostfl.errors import ConfigError
 
+ROOT = Path(__file__).parents[1]
 share = st.floats(0.0, 1.0)
 
 
@@ -139,6 +143,19 @@ def test_measured_quality_rises_and_is_concave_in_logarithms(codec: str) -> None
     slope = np.diff(np.log(theory.MEASURED[codec].quality(beta))) / np.diff(np.log(beta))
     assert np.all(slope > 0)
     assert np.all(np.diff(slope) < 1e-9)
+
+
+@pytest.mark.parametrize("codec", theory.MEASURED)
+def test_measured_errors_are_the_means_of_the_published_table(codec: str) -> None:
+    table = (ROOT / "docs/results/codec.md").read_text()
+    row = rf"^\| {re.escape(codec)} \| 1/([\d.]+) \| [\d,]+ \| ([\d.e+-]+) \|"
+    errors: dict[float, list[float]] = {rate: [] for rate in theory.RATES}
+    for ratio, error in re.findall(row, table, re.MULTILINE):
+        nearest = min(theory.RATES, key=lambda rate: abs(math.log(rate * float(ratio))))
+        errors[nearest].append(float(error))
+    assert all(len(found) == 12 for found in errors.values())
+    means = [statistics.fmean(found) for found in errors.values()]
+    assert means == pytest.approx(theory.MEASURED[codec].errors, abs=5e-5)
 
 
 def test_the_papers_codec_has_beta_itself_as_its_quality() -> None:

@@ -19,14 +19,14 @@ from importlib.resources.abc import Traversable
 from pathlib import Path
 from typing import Annotated, Any, TypeVar, get_args, get_origin, get_type_hints
 
-from anycostfl import models
+from anycostfl import methods, models
 from anycostfl.aggregate import Rules
 from anycostfl.attacks import Attack
 from anycostfl.checks import Count, Interval, OneOf, Positive, check_fields, rule_problems
 from anycostfl.codec import CODECS
 from anycostfl.errors import ConfigError, UnknownName
 from anycostfl.gate import Gate
-from anycostfl.types import FleetSpec, Limits, Profile, Workload
+from anycostfl.types import Caps, FleetSpec, Limits, Profile, Workload
 
 Record = TypeVar("Record")
 BEYOND = 1 << 62  # no whole number is so large
@@ -87,10 +87,12 @@ class Compression:
 
     codec: the paper's `kernel`, `kernel+` or `lowrank`; STC, QSGD, UVeQFed, FedHQ and FedAvg have a
         coding of their own.
-    feedback: keep what a payload could not carry for later rounds; unset: as the method does.
+    feedback: keep what a payload could not carry for later rounds.
+
+    Unset: as the method does.
     """
 
-    codec: Annotated[str, OneOf(CODECS)] = "kernel"
+    codec: Annotated[str | None, OneOf(CODECS)] = None
     feedback: bool | None = None
 
     def __post_init__(self) -> None:
@@ -123,7 +125,7 @@ class Config:
     data: Data
     model: Model
     run: Run
-    limits: Limits = field(default_factory=Limits)
+    limits: Caps = field(default_factory=Caps)
     compression: Compression = field(default_factory=Compression)
     aggregation: Rules = field(default_factory=Rules)
     gate: Gate = field(default_factory=Gate)
@@ -133,8 +135,8 @@ class Config:
 
     def limits_of(self, method: str) -> Limits:
         """The limits for a method: its rate, if the preset gives it one, and the codec."""
-        rate = self.rates.get(method, self.limits.rate)
-        return replace(self.limits, rate=rate, codec=self.compression.codec)
+        caps = replace(self.limits, rate=self.rates.get(method, self.limits.rate))
+        return Limits(**asdict(caps), codec=self.compression.codec or methods.load(method).codec)
 
 
 def preset_names() -> list[str]:

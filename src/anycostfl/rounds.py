@@ -18,12 +18,14 @@ from anycostfl import cost
 from anycostfl.aggregate import (
     Contribution,
     Rules,
+    advance,
     agreements,
     clip_bound,
     clipped,
     size_of,
 )
 from anycostfl.config import Config, to_toml
+from anycostfl.coupling import tensors_of
 from anycostfl.errors import PayloadError
 from anycostfl.fleet import Cohort
 from anycostfl.methods import Method, State, Upload, elements
@@ -85,7 +87,7 @@ def _assign_one(
     number: int,
     who: tuple[int, int, float],
 ) -> Assignment:
-    net, asked = side.net, config.compression.feedback
+    net, compression = side.net, config.compression
     position, device, weight = who
     plan = net.plan(float(strategies.alpha[position]))
     trained = (name for name, p in net.module.named_parameters() if p.requires_grad)
@@ -97,8 +99,8 @@ def _assign_one(
         seed=draw_seed(config.run.seed, number, device, Purpose.QUANTIZE),
         binding=binding(config, number, device, plan),
         blocks=net.blocks(),
-        codec=config.compression.codec,
-        feedback=side.method.feedback if asked is None else asked,
+        codec=compression.codec or side.method.codec,
+        feedback=side.method.feedback if compression.feedback is None else compression.feedback,
     )
     shuffle = draw_seed(config.run.seed, number, device, Purpose.SHUFFLE)
     return Assignment(position, device, plan, shapes, upload, shuffle, weight)
@@ -207,6 +209,18 @@ def screen(method: Method, outcomes: Sequence[Outcome], rules: Rules, like: Stat
         if cosine < least
     }
     return [replace(o, status=away.get(o.assignment.device, o.status)) for o in outcomes]
+
+
+def absorb(
+    side: DeviceSide, outcomes: Sequence[Outcome], rules: Rules, velocity: State
+) -> tuple[list[Outcome], State]:
+    """Move the global model by the updates that count (Sec. III-A.3); outcomes say which do."""
+    net, method = side.net, side.method
+    outcomes = screen(method, outcomes, rules, tensors_of(net.module))
+    updates = accepted(method, outcomes, rules)
+    state, velocity = advance(tensors_of(net.module), updates, rules, velocity)
+    net.load(state)
+    return outcomes, velocity
 
 
 def describe(

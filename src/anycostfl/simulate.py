@@ -11,14 +11,13 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from anycostfl import attacks
-from anycostfl.aggregate import advance
 from anycostfl.config import Config, load_profile
-from anycostfl.coupling import tensors_of
+from anycostfl.coupling import copy_of
 from anycostfl.experiment import prepare
 from anycostfl.fleet import choose, draw_cohort
 from anycostfl.gate import Bench, benched
 from anycostfl.methods import State
-from anycostfl.rounds import accepted, assign, describe, evaluate, is_due, receive, screen
+from anycostfl.rounds import absorb, assign, describe, evaluate, is_due, receive
 from anycostfl.runs import Snapshot, Turn, Turns
 from anycostfl.types import RoundRecord
 from anycostfl.workers import one_thread, open_executor
@@ -65,10 +64,7 @@ def play(config: Config, *, workers: int = 1, start: Snapshot | None = None) -> 
 
             replies = executor.perform([a.job(memories, liars) for a in assignments])
             outcomes = receive(method, assignments, replies)
-            outcomes = screen(method, outcomes, config.aggregation, tensors_of(net.module))
-            updates = accepted(method, outcomes, config.aggregation)
-            state, velocity = advance(tensors_of(net.module), updates, config.aggregation, velocity)
-            net.load(state)
+            outcomes, velocity = absorb(side, outcomes, config.aggregation, velocity)
             memories |= {o.reply.device: o.reply.memory for o in outcomes if o.reply.memory}
 
             accuracy = evaluate(side, executor) if is_due(config, number) else None
@@ -76,5 +72,6 @@ def play(config: Config, *, workers: int = 1, start: Snapshot | None = None) -> 
             devices = describe(config, cohort, strategies, outcomes)
             record = RoundRecord(number, accuracy, devices + benched(bench, drawn.tolist(), number))
             bench = bench.after(record, config.gate)
-            state = {name: t.detach().clone() for name, t in tensors_of(net.module).items()}
-            yield Turn(record, Snapshot(number + 1, state, dict(memories), velocity, bench))
+            yield Turn(
+                record, Snapshot(number + 1, copy_of(net.module), dict(memories), velocity, bench)
+            )

@@ -62,21 +62,26 @@ class Workload:
 
 
 @dataclass(frozen=True, slots=True)
-class Limits:
+class Caps:
     """The caps on α and β of (P1); those on f belong to each device.
 
-    `rate` is for methods that plan no β: αβ, what a device uploads relative to S. `codec` is what
-    updates are coded with; the gain of a measured one is its own (`theory.quality`).
+    `rate` is for methods that plan no β: αβ, what a device uploads relative to S.
     """
 
     alpha_min: Annotated[float, Interval(0.0, 1.0, open_low=True)] = 0.25
     beta_min: Annotated[float, Interval(0.0, 1.0), AtMost("beta_max")] = 0.0
     beta_max: Annotated[float, Interval(0.0, 1.0, open_low=True)] = 1 / 15
     rate: Annotated[float | None, Interval(0.0, 1.0, open_low=True)] = None
-    codec: str = "kernel"
 
     def __post_init__(self) -> None:
         check_fields(self)
+
+
+@dataclass(frozen=True, slots=True)
+class Limits(Caps):
+    """The caps, and what updates are coded with: a measured codec has a gain of its own."""
+
+    codec: str = "kernel"
 
 
 @dataclass(frozen=True, slots=True)

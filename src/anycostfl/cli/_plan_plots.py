@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
-from anycostfl import planner
+from anycostfl import methods
 from anycostfl.checks import FloatArray
 from anycostfl.config import Config
 from anycostfl.errors import ConfigError, MissingExtra
@@ -36,6 +36,12 @@ class Planned:
     settings: Config
 
 
+def plan_as_asked(settings: Config, devices: Devices) -> Strategies:
+    """The strategies of the preset's method."""
+    method = settings.run.method
+    return methods.load(method).plan(devices, settings.workload, settings.limits_of(method))
+
+
 def draw_cohort(file: Path, planned: Planned) -> None:
     """α, β and f over distance and energy budget: the map of a typical device, the cohort on it."""
     settings, devices, distance_m = planned.settings, planned.devices, planned.distance_m
@@ -48,7 +54,7 @@ def draw_cohort(file: Path, planned: Planned) -> None:
     power = float(np.median(devices.power_w))
     rate = channel_rate_bps(spec, grid_x, power, sharers=len(devices))
     typical = _typical(devices, rate_bps=rate, energy_j=grid_y)
-    mapped = planner.plan_strategies(typical, settings.workload, settings.limits)
+    mapped = plan_as_asked(settings, typical)
     figure, axes = _panels(3, planned.title)
     names = (("shrinking factor α", "alpha"), ("compression rate β", "beta"), ("f in GHz", "f"))
     for panel, (label, key) in zip(axes, names, strict=True):
@@ -68,9 +74,9 @@ def draw_what_if(file: Path, planned: Planned) -> None:
     x, y = (np.geomspace(value / 8.0, value * 8.0, STEPS) for value in here)
     grid_x, grid_y = (axis.ravel() for axis in np.meshgrid(x, y))
     changed = _typical(devices, latency_s=grid_x, energy_j=grid_y)
-    mapped = planner.plan_strategies(changed, settings.workload, settings.limits)
+    mapped = plan_as_asked(settings, changed)
     figure, axes = _panels(2, planned.title)
-    names = (("learning gain α⁴β", "gain"), ("shrinking factor α", "alpha"))
+    names = (("learning gain", "gain"), ("shrinking factor α", "alpha"))
     for panel, (label, key) in zip(axes, names, strict=True):
         _map(panel, (x, y), _values(mapped, key), mapped.feasible, label)
         face = "white" if planned.strategies.feasible[0] else "tab:red"

@@ -18,7 +18,7 @@ from anycostfl import config, fleet, planner
 from anycostfl.checks import FloatArray
 from anycostfl.cli import _plan_plots
 from anycostfl.cli._console import emit_json, out, table
-from anycostfl.cli._plan_plots import Planned
+from anycostfl.cli._plan_plots import Planned, plan_as_asked
 from anycostfl.types import Binds, Reason
 
 COLUMNS = (">#", ">m", ">kbit/s", ">≤ J", ">α", ">β", ">GHz", ">s", ">J", ">gain", "binds")
@@ -82,7 +82,7 @@ def _plan_cohort(settings: config.Config, preset: str, seed: int, round_index: i
     cohort = fleet.draw_cohort(
         settings.fleet, seed=seed, round_index=round_index, profiles=profiles
     )
-    strategies = planner.plan_strategies(cohort.devices, settings.workload, settings.limits)
+    strategies = plan_as_asked(settings, cohort.devices)
     title = f"{preset}, round {round_index}, seed {seed}"
     return Planned(title, cohort.index, cohort.distance_m, cohort.devices, strategies, settings)
 
@@ -101,7 +101,7 @@ def _plan_device(
     devices = fleet.place_device(
         profile, spec, distance_m=distance, latency_s=latency, energy_j=energy
     )
-    strategies = planner.plan_strategies(devices, settings.workload, settings.limits)
+    strategies = plan_as_asked(settings, devices)
     title = f"{profile.name}, {settings.model.name} on {settings.data.name}"
     return Planned(title, np.array([0]), np.array([distance]), devices, strategies, settings)
 
@@ -170,7 +170,8 @@ def _cells(record: dict[str, Any]) -> list[str]:
 
 def _summary(planned: Planned) -> dict[str, float]:
     s, settings = planned.strategies, planned.settings
-    clipped = planner.closed_form(planned.devices, settings.workload, settings.limits, clipped=True)
+    limits = settings.limits_of(settings.run.method)
+    clipped = planner.closed_form(planned.devices, settings.workload, limits, clipped=True)
     taking_part = s.feasible
     share = (s.alpha * s.beta)[taking_part]
     return {

@@ -28,6 +28,7 @@ __all__ = [
     "Reason",
     "Slot",
     "Widths",
+    "copy_of",
     "evaluation",
     "tensors_of",
     "trace",
@@ -43,6 +44,11 @@ def tensors_of(model: nn.Module) -> dict[str, Tensor]:
         **dict(model.named_parameters(remove_duplicate=False)),
         **dict(model.named_buffers(remove_duplicate=False)),
     }
+
+
+def copy_of(model: nn.Module) -> dict[str, Tensor]:
+    """Its tensors as they are now, whatever becomes of the model."""
+    return {name: tensor.detach().clone() for name, tensor in tensors_of(model).items()}
 
 
 def trace(

@@ -26,9 +26,8 @@ from flwr.app.user_config import UserConfig
 from flwr.common.logger import log
 from flwr.serverapp import Grid, ServerApp
 
-from anycostfl.aggregate import advance
 from anycostfl.config import Config
-from anycostfl.coupling import tensors_of
+from anycostfl.coupling import copy_of, tensors_of
 from anycostfl.errors import AnycostError
 from anycostfl.experiment import prepare
 from anycostfl.flower.messages import Ask, Task, pack_weights
@@ -40,13 +39,12 @@ from anycostfl.methods import State
 from anycostfl.rounds import (
     Assignment,
     Outcome,
-    accepted,
+    absorb,
     assign,
     describe,
     evaluate,
     is_due,
     receive,
-    screen,
 )
 from anycostfl.runs import Snapshot, Turn, Turns, keep, take_up
 from anycostfl.shrink import ElasticModel
@@ -156,10 +154,7 @@ def play(
             pace.note("slowest_device_s", max((a.busy_s for a in answers), default=0.0))
             replies = (answer.reply for answer in answers)
             outcomes = enough(receive(method, assignments, replies), terms.min_replies)
-            outcomes = screen(method, outcomes, config.aggregation, tensors_of(net.module))
-            updates = accepted(method, outcomes, config.aggregation)
-            state, velocity = advance(tensors_of(net.module), updates, config.aggregation, velocity)
-            net.load(state)
+            outcomes, velocity = absorb(side, outcomes, config.aggregation, velocity)
             if method.sorts_channels:
                 moved |= {a.reply.device: stay(net) for a in answers if a.remembers}
             pace.lap("aggregate_s")
@@ -169,9 +164,10 @@ def play(
             devices += benched(bench, gathered.drawn, number)
             record = RoundRecord(number, accuracy, devices)
             bench = bench.after(record, config.gate)
-            state = {name: t.detach().clone() for name, t in tensors_of(net.module).items()}
             pace.lap("evaluate_s")
-            yield Turn(record, Snapshot(number + 1, state, dict(moved), velocity, bench))
+            yield Turn(
+                record, Snapshot(number + 1, copy_of(net.module), dict(moved), velocity, bench)
+            )
             pace.lap("write_s")
             pace.end()
 

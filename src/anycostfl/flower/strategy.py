@@ -21,9 +21,8 @@ from flwr.common.logger import log
 from flwr.serverapp import Grid
 from flwr.serverapp.strategy import Strategy
 
-from anycostfl.aggregate import advance
 from anycostfl.config import Config, to_toml
-from anycostfl.coupling import tensors_of
+from anycostfl.coupling import copy_of
 from anycostfl.experiment import prepare
 from anycostfl.fleet import Cohort, choose
 from anycostfl.flower.messages import Ask, MessageError, Offer, Task, read_offer, wire_bytes
@@ -33,13 +32,12 @@ from anycostfl.gate import Bench, benched
 from anycostfl.methods import State
 from anycostfl.rounds import (
     Assignment,
-    accepted,
+    absorb,
     assign,
     describe,
     evaluate,
     is_due,
     receive,
-    screen,
 )
 from anycostfl.types import RoundRecord, Strategies
 from anycostfl.workers import InProcess
@@ -71,8 +69,7 @@ class AnycostStrategy(Strategy):
 
     def initial_arrays(self) -> ArrayRecord:
         """The global model to start from."""
-        state = tensors_of(self._side.net.module)
-        return ArrayRecord({name: tensor.detach().clone() for name, tensor in state.items()})
+        return ArrayRecord(copy_of(self._side.net.module))
 
     def summary(self) -> None:
         """Log what is about to be trained."""
@@ -133,12 +130,11 @@ class AnycostStrategy(Strategy):
             else as_missing(task, "no reply in time", sent.sizes[node])
             for node, task in sent.tasks.items()
         ]
-        net, method, rules = self._side.net, self._side.method, self.config.aggregation
+        net, method = self._side.net, self._side.method
         outcomes = receive(method, sent.assignments, (answer.reply for answer in answers))
-        outcomes = screen(method, outcomes, rules, tensors_of(net.module))
-        updates = accepted(method, outcomes, rules)
-        state, self._velocity = advance(tensors_of(net.module), updates, rules, self._velocity)
-        net.load(state)
+        outcomes, self._velocity = absorb(
+            self._side, outcomes, self.config.aggregation, self._velocity
+        )
         if method.sorts_channels:
             self._moved |= {a.reply.device: stay(net) for a in answers if a.remembers}
         due = is_due(self.config, number)

@@ -11,6 +11,7 @@ import math
 import pkgutil
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from types import ModuleType
 
 from torch import Tensor, nn
 
@@ -51,7 +52,8 @@ class Method:
         aggregation weights; the counts are all one unless the method weighs by them (`by_samples`)
         or the configuration asks for it.
     prepare: what a device does to a sub-model of factor α before it trains; mostly nothing.
-    feedback: whether error feedback is part of the method; the configuration may ask otherwise.
+    codec, feedback: what updates are coded with, if the method has no coding of its own, and
+        whether error feedback is part of it; the configuration may ask otherwise.
     """
 
     summary: str
@@ -61,6 +63,7 @@ class Method:
     weigh: Callable[[FloatArray, FloatArray, FloatArray], FloatArray]
     sorts_channels: bool
     by_samples: bool = False
+    codec: str = "kernel"
     feedback: bool = False
     prepare: Callable[[nn.Module, float], None] = field(default=lambda _module, _alpha: None)
 
@@ -73,13 +76,12 @@ def elements(shapes: Shapes) -> int:
 def names() -> list[str]:
     """Every method that can be loaded by name."""
     found = (info.name for info in pkgutil.iter_modules(__path__))
-    return sorted(name for name in found if not name.startswith("_"))
+    return sorted(name.replace("_plus", "+") for name in found if not name.startswith("_"))
 
 
 def variants(name: str) -> list[str]:
     """The names of a method's variants, as `load` takes them."""
-    module = importlib.import_module(f"{__name__}.{name}")
-    return [f"{name}/{variant}" for variant in getattr(module, "VARIANTS", {})]
+    return [f"{name}/{variant}" for variant in getattr(_module(name), "VARIANTS", {})]
 
 
 def load(name: str) -> Method:
@@ -87,9 +89,13 @@ def load(name: str) -> Method:
     base, _, variant = name.partition("/")
     if base not in names():
         raise UnknownName(f"no method {name!r}; there are {', '.join(names())}")
-    module = importlib.import_module(f"{__name__}.{base}")
+    module = _module(base)
     known: Mapping[str, Method] = {"": module.METHOD, **getattr(module, "VARIANTS", {})}
     if variant not in known:
         there = ", ".join(variants(base)) or "none"
         raise UnknownName(f"no variant {name!r}; of {base} there are {there}")
     return known[variant]
+
+
+def _module(name: str) -> ModuleType:
+    return importlib.import_module(f"{__name__}.{name.replace('+', '_plus')}")

@@ -1,0 +1,32 @@
+"""AnycostFL with what came after the paper: the low-rank codec, error feedback, thin uploads.
+
+Low rank keeps nearly all of an update in a few hundredths of what the paper's codec needs (decision
+0011), and what a payload could not carry is sent later (decision 0012). So β stays below `THIN`
+whatever the planner could afford, and time and energy go into computing: wider sub-models.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from anycostfl.methods.anycostfl import METHOD as PAPERS
+from anycostfl.planner import plan_strategies
+from anycostfl.types import Devices, Limits, Strategies, Workload
+
+THIN = 1 / 400  # the largest β, where the limits allow so little
+
+
+def plan(devices: Devices, workload: Workload, limits: Limits) -> Strategies:
+    """AnycostFL's plan with thin uploads, and the gain of the codec."""
+    most = min(limits.beta_max, THIN)
+    thin = replace(limits, beta_max=most, beta_min=min(limits.beta_min, most))
+    return plan_strategies(devices, workload, thin)
+
+
+METHOD = replace(
+    PAPERS,
+    summary="AnycostFL+: low-rank updates with error feedback, wider sub-models",
+    plan=plan,
+    codec="lowrank",
+    feedback=True,
+)
