@@ -1,6 +1,7 @@
 """Every file that ships is valid, and a bad one says all that is wrong with it at once."""
 
 import tomllib
+from dataclasses import replace
 from importlib import resources
 from pathlib import Path
 
@@ -155,3 +156,19 @@ def test_every_bad_quantity_of_many_devices_is_named_with_its_device() -> None:
     assert "rate_bps: given 0 for device 2" in told[1]
     assert "latency_s: given -1 for device 1" in told[2]
     assert "energy_j: given nan for device 0" in told[3]
+
+
+def test_a_preset_with_a_base_says_only_what_differs(tmp_path: Path) -> None:
+    file = tmp_path / "mine.toml"
+    file.write_text('base = "fmnist-iid"\n[run]\nrounds = 7\n[rates]\nstc = 0.5\n')
+    mine, base = config.load_preset(str(file), ["run.seed=3"]), config.load_preset("fmnist-iid")
+    assert (mine.run.rounds, mine.run.seed, mine.rates["stc"]) == (7, 3, 0.5)
+    assert mine.rates["qsgd"] == base.rates["qsgd"]
+    assert replace(mine, run=base.run, rates=base.rates) == base
+
+
+def test_an_unknown_base_is_named(tmp_path: Path) -> None:
+    file = tmp_path / "mine.toml"
+    file.write_text('base = "fmnist-id"\n')
+    with pytest.raises(UnknownName, match="no preset 'fmnist-id'; did you mean 'fmnist-iid'"):
+        config.load_preset(str(file))

@@ -150,8 +150,14 @@ def profile_names() -> list[str]:
 
 
 def load_preset(name: str, overrides: Sequence[str] = ()) -> Config:
-    """Read a preset by its name, or any file that ends in .toml; overrides are `a.b=value`."""
+    """Read a preset by its name, or any file that ends in .toml; overrides are `a.b=value`.
+
+    A preset with a `base` says only what differs from that preset.
+    """
     table = tomllib_load(_find("presets", name, "preset"), name)
+    if "base" in table:
+        base = str(table.pop("base"))
+        table = _laid_over(tomllib_load(_find("presets", base, "preset"), base), table)
     problems = [text for item in overrides if (text := _override(table, item))]
     return _checked(Config, table, name, problems)
 
@@ -219,6 +225,16 @@ def _find(folder: str, name: str, what: str) -> Traversable:
     close = difflib.get_close_matches(name, _names(folder), n=1)
     hint = f"did you mean {close[0]!r}? " if close else ""
     raise UnknownName(f"no {what} {name!r}; {hint}there are {known}, or give a .toml file")
+
+
+def _laid_over(below: dict[str, Any], above: Mapping[str, Any]) -> dict[str, Any]:
+    """One table with what another says instead, section by section."""
+    merged = dict(below)
+    for key, value in above.items():
+        old = below.get(key)
+        both = isinstance(old, dict) and isinstance(value, dict)
+        merged[key] = _laid_over(old or {}, value) if both else value
+    return merged
 
 
 def _override(table: dict[str, Any], item: str) -> str:
