@@ -46,7 +46,7 @@ def soak(order: Order) -> list[str]:
     writer = RunWriter.create(order.folder / "run", to_toml(config))
     memory, files = [], []
     for turn in keep(play(config), config, writer):
-        if turn.record.round % 10 == 9 or turn.after.round == order.times:
+        if turn.record.round % 10 == 9 or turn.after.rounds == order.times:
             gc.collect()
             memory.append(resident_mib())
             files.append(len(os.listdir("/proc/self/fd")))

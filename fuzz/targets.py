@@ -33,7 +33,7 @@ from anycostfl.codec.frame import _HEADER as HEADER
 from anycostfl.config import load_preset, parse_config, to_toml
 from anycostfl.errors import ConfigError, PayloadError
 from anycostfl.methods import Upload
-from anycostfl.records import DAMAGE, RunWriter, parse_journal, read_checkpoint
+from anycostfl.records import DAMAGE, Checkpoint, RunWriter, parse_journal, read_checkpoint
 from anycostfl.types import DeviceRecord, Devices, RoundRecord, make_devices
 from mutations import BINDING, PLAN, extend, flip, forge_header, noise, overwrite, seal, truncate
 
@@ -172,7 +172,8 @@ def checkpoint_case() -> Case:
     folder = Path(tempfile.mkdtemp(prefix="fuzz-"))
     writer = RunWriter.create(folder / "run", "")
     state = {"w": torch.arange(12.0).view(3, 4), "b": torch.arange(3), "h": torch.ones(2).half()}
-    writer.checkpoint(1, state, {7: {"w": torch.ones(2)}}, {"w": torch.zeros(3, 4)})
+    zeros = {"w": torch.zeros(3, 4)}
+    writer.checkpoint(Checkpoint(1, state, {7: {"w": torch.ones(2)}}, zeros, zeros))
     path = folder / "run" / "checkpoint-1.safetensors"
     valid, spoilt_path = path.read_bytes(), folder / "spoilt.safetensors"
     length = int.from_bytes(valid[:8], "little")

@@ -85,6 +85,44 @@ def test_as_a_strategy_of_flower_it_is_the_same(tmp_path: Path) -> None:
     assert result.train_metrics_clientapp[3]["accuracy"] == simulated[-1].record.accuracy
 
 
+DOWN = ("compression.downlink=0.1", "run.rounds=4", "fleet.cohort=3")
+
+
+@pytest.mark.parametrize("method", ["anycostfl+", "stc"])
+def test_steps_to_the_public_model_give_the_simulators_result(tmp_path: Path, method: str) -> None:
+    config = config_of(tmp_path, *DOWN, f"run.method={method}")
+    flower = over_flower(config)
+    assert_same(flower, list(play(config)))
+    whole = 4 * sum(t.numel() for t in flower[0].after.public.values())
+    down = [[d.bytes_down for d in turn.record.devices] for turn in flower]
+    assert set(down[0]) == {whole}  # nobody holds anything yet
+    assert min(map(min, down)) < whole / 4
+    for turn in flower:
+        for d in turn.record.devices:
+            assert d.bytes_down <= d.wire_bytes_down < d.bytes_down + 16000
+
+
+def test_a_strategy_takes_the_same_steps(tmp_path: Path) -> None:
+    config = config_of(tmp_path, *DOWN)
+    strategy = AnycostStrategy(config)
+    with one_thread():
+        strategy.start(LocalGrid(5), strategy.initial_arrays(), num_rounds=4)
+    assert [off_the_wire(r) for r in strategy.records] == [t.record for t in play(config)]
+
+
+def test_after_a_restart_devices_go_on_from_what_they_hold(tmp_path: Path) -> None:
+    config = config_of(tmp_path, *DOWN)
+    grid, simulated = LocalGrid(5), list(play(config))
+    flower = list(server.play(config, grid, QUICK))
+    again = list(server.play(config, grid, QUICK, flower[1].after))  # from an older checkpoint
+    for one, other in zip(again, simulated[2:], strict=True):
+        assert all(torch.equal(t, other.after.state[n]) for n, t in one.after.state.items())
+    whole = 4 * sum(t.numel() for t in flower[0].after.public.values())
+    fresh = list(server.play(config, LocalGrid(5), QUICK, flower[1].after))  # they lost it
+    assert {d.bytes_down for d in fresh[0].record.devices} == {whole}
+    assert all(torch.equal(t, fresh[-1].after.state[n]) for n, t in again[-1].after.state.items())
+
+
 def test_a_strategy_goes_on_without_those_who_fail(tmp_path: Path) -> None:
     def tamper(device: int, sent: Message, reply: Message) -> Message | None:
         if sent.metadata.message_type != "train":

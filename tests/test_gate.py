@@ -189,7 +189,7 @@ def test_a_run_goes_on_with_the_same_bench(tmp_path: Path, monkeypatch: pytest.M
     assert any("benched" in d.status for turn in whole for d in turn.record.devices)
     for turn in whole[:-1]:
         rest = list(play(config, start=turn.after))
-        assert [t.record for t in rest] == [t.record for t in whole[turn.after.round :]]
+        assert [t.record for t in rest] == [t.record for t in whole[turn.after.rounds :]]
         assert rest[-1].after.bench == whole[-1].after.bench
     assert whole[-1].after.bench == bench_of([t.record for t in whole], config.gate)
 

@@ -169,7 +169,10 @@ def test_stc_sends_one_magnitude_and_has_feedback() -> None:
     payload = stc.encode(update(), Upload(1 / 40, 7, b"plan"))
     sent = vector(stc.decode(payload, SHAPES, b"plan").values)
     assert len(np.unique(np.abs(sent))) == 2  # 0 and μ
-    assert [name for name in methods.names() if methods.load(name).feedback] == ["anycostfl+", "stc"]
+    assert [name for name in methods.names() if methods.load(name).feedback] == [
+        "anycostfl+",
+        "stc",
+    ]
 
 
 # --- QSGD -----------------------------------------------------------------------------------------

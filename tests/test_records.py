@@ -17,7 +17,7 @@ from safetensors.torch import save_file
 
 from anycostfl import records
 from anycostfl.cli.run import run
-from anycostfl.records import RunWriter, StorageError, checkpoints, open_run, read_run
+from anycostfl.records import Checkpoint, RunWriter, StorageError, checkpoints, open_run, read_run
 from anycostfl.types import DeviceRecord, RoundRecord
 from small_runs import small_overrides
 
@@ -34,9 +34,9 @@ def write_some(folder: Path, rounds: int) -> RunWriter:
     for number in range(rounds):
         writer.append(record(number))
         state = {"w": torch.full((50,), float(number))}
-        writer.checkpoint(
-            number + 1, state, {7: {"w": torch.ones(2)}}, {"w": torch.full((50,), 3.0)}
-        )
+        memories, velocity = {7: {"w": torch.ones(2)}}, {"w": torch.full((50,), 3.0)}
+        public = {"w": torch.full((50,), number + 0.5)}
+        writer.checkpoint(Checkpoint(number + 1, state, memories, velocity, public))
     return writer
 
 
@@ -109,7 +109,7 @@ def test_a_damaged_checkpoint_does_not_count_as_one_of_the_two(tmp_path: Path) -
     assert (tmp_path / "run" / "checkpoint-3.damaged").read_bytes() == b"nothing"
     writer.append(record(2))
     writer.append(record(3))
-    writer.checkpoint(4, {"w": torch.ones(2)}, {}, {})
+    writer.checkpoint(Checkpoint(4, {"w": torch.ones(2)}))
     assert [path.name for path in checkpoints(tmp_path / "run")] == [
         "checkpoint-4.safetensors",
         "checkpoint-2.safetensors",
@@ -147,7 +147,7 @@ def test_a_full_disk_leaves_the_last_checkpoint_intact(
 
     monkeypatch.setattr(records, "save_file", full)
     with pytest.raises(StorageError, match=r"No space left.*last checkpoint is intact.*--resume"):
-        writer.checkpoint(3, {"w": torch.ones(50)}, {}, {})
+        writer.checkpoint(Checkpoint(3, {"w": torch.ones(50)}))
     saved = read_run(tmp_path / "run")
     assert saved.checkpoint is not None
     assert saved.checkpoint.rounds == 2

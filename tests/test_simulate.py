@@ -31,7 +31,7 @@ def same(one: list[Turn], other: list[Turn]) -> bool:
 QUICK = ("anycostfl", "stc")  # the others differ from them in how they encode only
 KINDS = [
     *((f"run.method={name}",) for name in QUICK),
-    ("compression.codec=lowrank", "compression.feedback=true", "aggregation.momentum=0.5"),
+    ("run.method=anycostfl+", "compression.downlink=0.05", "aggregation.momentum=0.5"),
     *(
         pytest.param((f"run.method={name}",), marks=pytest.mark.slow)
         for name in methods.names()
@@ -62,7 +62,7 @@ def test_going_on_from_any_round_ends_the_same(tmp_path: Path, kind: tuple[str, 
     whole = list(play(config))
     for turn in whole[:-1]:
         rest = list(play(config, start=turn.after))
-        assert same([*whole[: turn.after.round], *rest], whole)
+        assert same([*whole[: turn.after.rounds], *rest], whole)
 
 
 def test_training_learns(tmp_path: Path) -> None:

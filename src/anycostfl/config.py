@@ -89,11 +89,15 @@ class Compression:
         coding of their own.
     feedback: keep what a payload could not carry for later rounds.
 
-    Unset: as the method does.
+    downlink: what the step that keeps devices up to date may take, as a share of the model; at 0
+        they get their sub-models uncompressed.
+
+    Codec and feedback unset: as the method does.
     """
 
     codec: Annotated[str | None, OneOf(CODECS)] = None
     feedback: bool | None = None
+    downlink: Annotated[float, Interval(0.0, 1.0)] = 0.0
 
     def __post_init__(self) -> None:
         check_fields(self)

@@ -29,7 +29,7 @@ import zlib
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -47,7 +47,7 @@ JOURNAL, COPY, TIMING = "rounds.jsonl", "rounds.copy.jsonl", "timing.jsonl"
 WIDTHS, PAGE = "widths.json", "report.html"
 KEPT_CHECKPOINTS = 2
 
-Memories = Mapping[int, Mapping[str, Tensor]]
+State = Mapping[str, Tensor]
 
 
 class StorageError(AnycostError, OSError):
@@ -59,9 +59,10 @@ class Checkpoint:
     """The state after so many rounds."""
 
     rounds: int
-    state: dict[str, Tensor]
-    memories: dict[int, dict[str, Tensor]]
-    velocity: dict[str, Tensor]
+    state: State
+    memories: Mapping[int, State] = field(default_factory=dict)
+    velocity: State = field(default_factory=dict)
+    public: State = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -112,17 +113,12 @@ class RunWriter:
             _append(self.folder / COPY, line)
             _append(self.folder / TIMING, json.dumps(timing))
 
-    def checkpoint(
-        self,
-        rounds: int,
-        state: Mapping[str, Tensor],
-        memories: Memories,
-        velocity: Mapping[str, Tensor],
-    ) -> None:
+    def checkpoint(self, point: Checkpoint) -> None:
         """Save the state after so many rounds, then forget older ones."""
-        tensors = {f"model/{name}": t for name, t in state.items()}
-        tensors |= {f"velocity/{name}": t for name, t in velocity.items()}
-        tensors |= {f"memory/{i}/{n}": t for i, m in memories.items() for n, t in m.items()}
+        rounds = point.rounds
+        kinds = {"model": point.state, "velocity": point.velocity, "public": point.public}
+        kinds |= {f"memory/{device}": memory for device, memory in point.memories.items()}
+        tensors = {f"{kind}/{n}": t for kind, state in kinds.items() for n, t in state.items()}
         path = self.folder / f"checkpoint-{rounds}.safetensors"
         part = path.with_suffix(".part")
         with _said(self.folder, "the last checkpoint is intact"):
@@ -243,7 +239,8 @@ def _as_record(table: Mapping[str, Any]) -> RoundRecord:
         DeviceRecord(**{**d, **{name: tuple(d.get(name, ())) for name in lists}})
         for d in table["devices"]
     )
-    record = RoundRecord(table["round"], table["accuracy"], devices)
+    step = table.get("step_bytes", 0)
+    record = RoundRecord(table["round"], table["accuracy"], devices, step)
     _check_kinds(record)
     for device in devices:
         _check_kinds(device)
@@ -287,22 +284,19 @@ def read_checkpoint(path: Path) -> Checkpoint:
         tensors = {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118 - no mapping
     if about["crc32"] != _checksum(tensors):
         raise ValueError("its checksum does not match")
-    state: dict[str, Tensor] = {}
+    whole: dict[str, dict[str, Tensor]] = {"model": {}, "velocity": {}, "public": {}}
     memories: dict[int, dict[str, Tensor]] = {}
-    velocity: dict[str, Tensor] = {}
     for key, tensor in tensors.items():
         kind, _, name = key.partition("/")
-        if kind == "model":
-            state[name] = tensor
-        elif kind == "velocity":
-            velocity[name] = tensor
+        if kind in whole:
+            whole[kind][name] = tensor
         else:
             device, _, name = name.partition("/")
             memories.setdefault(int(device), {})[name] = tensor
     rounds = about["rounds"]
     if type(rounds) is not int or rounds < 0:
         raise ValueError(f"it says {rounds!r} rounds")
-    return Checkpoint(rounds, state, memories, velocity)
+    return Checkpoint(rounds, whole["model"], memories, whole["velocity"], whole["public"])
 
 
 def _checksum(tensors: Mapping[str, Tensor]) -> str:

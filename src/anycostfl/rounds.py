@@ -18,14 +18,12 @@ from anycostfl import cost
 from anycostfl.aggregate import (
     Contribution,
     Rules,
-    advance,
     agreements,
     clip_bound,
     clipped,
     size_of,
 )
 from anycostfl.config import Config, to_toml
-from anycostfl.coupling import tensors_of
 from anycostfl.errors import PayloadError
 from anycostfl.fleet import Cohort
 from anycostfl.methods import Method, State, Upload, elements
@@ -209,18 +207,6 @@ def screen(method: Method, outcomes: Sequence[Outcome], rules: Rules, like: Stat
         if cosine < least
     }
     return [replace(o, status=away.get(o.assignment.device, o.status)) for o in outcomes]
-
-
-def absorb(
-    side: DeviceSide, outcomes: Sequence[Outcome], rules: Rules, velocity: State
-) -> tuple[list[Outcome], State]:
-    """Move the global model by the updates that count (Sec. III-A.3); outcomes say which do."""
-    net, method = side.net, side.method
-    outcomes = screen(method, outcomes, rules, tensors_of(net.module))
-    updates = accepted(method, outcomes, rules)
-    state, velocity = advance(tensors_of(net.module), updates, rules, velocity)
-    net.load(state)
-    return outcomes, velocity
 
 
 def describe(

@@ -6,32 +6,23 @@ checkpoints, `take_up` says where an earlier run stopped.
 
 from __future__ import annotations
 
-from collections.abc import Generator, Mapping
+from collections.abc import Generator
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from torch import Tensor
-
 from anycostfl.config import Config, parse_config
+from anycostfl.downlink import Ledger, ledger_of
 from anycostfl.gate import Bench, bench_of
-from anycostfl.methods import State
-from anycostfl.records import RunWriter, open_run
+from anycostfl.records import Checkpoint, RunWriter, open_run
 from anycostfl.types import RoundRecord
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Snapshot:
-    """Everything the next round needs.
+class Snapshot(Checkpoint):
+    """Everything the next round needs: what is saved, and what the journal says."""
 
-    Its number, the global state, what devices remember, how the global state moves by momentum,
-    who is benched.
-    """
-
-    round: int
-    state: Mapping[str, Tensor]
-    memories: Mapping[int, State]
-    velocity: State = field(default_factory=dict)
     bench: Bench = field(default_factory=Bench)
+    ledger: Ledger = field(default_factory=Ledger)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -62,8 +53,15 @@ def take_up(folder: Path) -> Stopped:
     config, point = parse_config(saved.config, str(folder)), saved.checkpoint
     start = None
     if point is not None:
-        bench = bench_of(saved.records, config.gate)
-        start = Snapshot(point.rounds, point.state, point.memories, point.velocity, bench)
+        start = Snapshot(
+            point.rounds,
+            point.state,
+            point.memories,
+            point.velocity,
+            point.public,
+            bench_of(saved.records, config.gate),
+            ledger_of(saved.records),
+        )
     return Stopped(
         config=config,
         records=list(saved.records),
@@ -80,12 +78,13 @@ def keep(turns: Turns, config: Config, writer: RunWriter) -> Turns:
         for turn in turns:
             latest = turn.after
             writer.append(turn.record)
-            if latest.round % config.run.checkpoint_every == 0 or latest.round == config.run.rounds:
-                writer.checkpoint(latest.round, latest.state, latest.memories, latest.velocity)
-                saved = latest.round
+            done = latest.rounds
+            if done % config.run.checkpoint_every == 0 or done == config.run.rounds:
+                writer.checkpoint(latest)
+                saved = done
             yield turn
     except (KeyboardInterrupt, GeneratorExit):
         turns.close()
-        if latest is not None and latest.round > saved:
-            writer.checkpoint(latest.round, latest.state, latest.memories, latest.velocity)
+        if latest is not None and latest.rounds > saved:
+            writer.checkpoint(latest)
         raise

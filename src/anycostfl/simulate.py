@@ -1,6 +1,6 @@
 """The round (Sec. III-A), top to bottom: sort, plan, shrink, train, compress, aggregate.
 
-`play` is the paper's algorithm; `rounds.py` is the server's half of a round, `workers.py` the
+`play` is the paper's algorithm; `server.py` is the server's half of a round, `workers.py` the
 devices'. Every random number comes from a generator seeded by (seed, round, device, purpose), and
 payloads are aggregated in the order of the cohort, so that neither the number of workers nor their
 order changes a result.
@@ -12,13 +12,11 @@ from collections.abc import Iterator
 
 from anycostfl import attacks
 from anycostfl.config import Config, load_profile
-from anycostfl.coupling import copy_of
-from anycostfl.experiment import prepare
 from anycostfl.fleet import choose, draw_cohort
-from anycostfl.gate import Bench, benched
 from anycostfl.methods import State
-from anycostfl.rounds import absorb, assign, describe, evaluate, is_due, receive
+from anycostfl.rounds import evaluate, is_due, receive
 from anycostfl.runs import Snapshot, Turn, Turns
+from anycostfl.server import Server
 from anycostfl.types import RoundRecord
 from anycostfl.workers import one_thread, open_executor
 
@@ -31,25 +29,17 @@ def run(config: Config, *, workers: int = 1) -> Iterator[RoundRecord]:
 
 def play(config: Config, *, workers: int = 1, start: Snapshot | None = None) -> Turns:
     """The training procedure of the paper, round after round."""
-    side = prepare(config)
-    net, method = side.net, side.method
+    server = Server(config, start)
+    net, side = server.net, server.side
     profiles = {name: load_profile(name) for name in config.fleet.profiles}
-    limits = config.limits_of(config.run.method)
     everyone = range(config.fleet.devices)
     liars = attacks.liars(config.attack, config.fleet.devices, config.run.seed)
-    memories: dict[int, State] = {}
-    velocity: State = {}
-    bench = Bench()
-    if start is not None:
-        net.load(start.state)
-        memories, velocity, bench = dict(start.memories), start.velocity, start.bench
+    memories: dict[int, State] = dict(start.memories) if start else {}
 
     with one_thread(), open_executor(side, workers) as executor:
-        for number in range(start.round if start else 0, config.run.rounds):
-            if method.sorts_channels:
-                order = net.sort_channels()
+        for number in range(server.first, config.run.rounds):
+            if order := server.begin(number):
                 memories = {i: net.permute(memory, order) for i, memory in memories.items()}
-                velocity = net.permute(velocity, order) if velocity else velocity
 
             cohort = draw_cohort(
                 config.fleet,
@@ -57,21 +47,18 @@ def play(config: Config, *, workers: int = 1, start: Snapshot | None = None) -> 
                 round_index=number,
                 samples=side.sample_counts().numpy(),
                 profiles=profiles,
-                ready=bench.free(everyone, number),
+                ready=server.bench.free(everyone, number),
             )
-            strategies = method.plan(cohort.devices, config.workload, limits)
-            assignments = assign(config, side, cohort, strategies, number)
+            drawn = choose(config.fleet, everyone, seed=config.run.seed, round_index=number)
+            planned = server.plan(number, cohort, drawn.tolist())
 
-            replies = executor.perform([a.job(memories, liars) for a in assignments])
-            outcomes = receive(method, assignments, replies)
-            outcomes, velocity = absorb(side, outcomes, config.aggregation, velocity)
+            with server.showing():
+                replies = executor.perform([a.job(memories, liars) for a in planned.assignments])
+                outcomes = receive(server.method, planned.assignments, replies)
+            outcomes = server.absorb(outcomes)
             memories |= {o.reply.device: o.reply.memory for o in outcomes if o.reply.memory}
 
             accuracy = evaluate(side, executor) if is_due(config, number) else None
-            drawn = choose(config.fleet, everyone, seed=config.run.seed, round_index=number)
-            devices = describe(config, cohort, strategies, outcomes)
-            record = RoundRecord(number, accuracy, devices + benched(bench, drawn.tolist(), number))
-            bench = bench.after(record, config.gate)
-            yield Turn(
-                record, Snapshot(number + 1, copy_of(net.module), dict(memories), velocity, bench)
-            )
+            downloads = server.downloads(cohort)
+            record = server.close(planned, outcomes, accuracy, downloads=downloads)
+            yield Turn(record, server.snapshot(number, memories))

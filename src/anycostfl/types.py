@@ -344,6 +344,7 @@ class RoundRecord:
     round: int
     accuracy: float | None
     devices: tuple[DeviceRecord, ...]
+    step_bytes: int = 0  # of the step to the next public model, if there is one (`downlink`)
 
     @property
     def latency_s(self) -> float:

@@ -21,11 +21,14 @@ from torch import Tensor
 
 from anycostfl.config import Config, load_profile, parse_config
 from anycostfl.coupling import tensors_of
+from anycostfl.downlink import take_step
 from anycostfl.errors import AnycostError, ConfigError
 from anycostfl.experiment import prepare
 from anycostfl.fleet import draw_fleet
+from anycostfl.flower.broadcast import mark_of
 from anycostfl.flower.messages import (
     Ask,
+    Download,
     MessageError,
     Offer,
     Result,
@@ -47,8 +50,9 @@ app = ClientApp()
 @app.query()
 def introduce(message: Message, context: Context) -> Message:
     """Answer which device this is and what it can afford."""
-    device = open_device(context.node_config, read_ask(message.content))
-    return Message(RecordDict({"offer": device.offer().pack()}), reply_to=message)
+    ask = read_ask(message.content)
+    offer = open_device(context.node_config, ask).offer(ask.round, holds(context.state))
+    return Message(RecordDict({"offer": offer.pack()}), reply_to=message)
 
 
 @app.train()
@@ -60,7 +64,9 @@ def train(message: Message, context: Context) -> Message:
     torch.set_num_threads(device.setup.threads)
     memory = device.move(recall(context.state, task.ask), task.order)
     try:
-        reply = device.perform(task, memory)
+        public = device.catch_up(read_state(context.state, "public"), task.download)
+        keep_public(context.state, public)
+        reply = device.perform(task, public, memory)
     except AnycostError as problem:
         reply = Reply(task.device, error=str(problem), memory=memory)
     remember(context.state, task.ask, reply.memory)
@@ -69,7 +75,7 @@ def train(message: Message, context: Context) -> Message:
         error=reply.error,
         busy_s=time.perf_counter() - begin,
         remembers=bool(reply.memory),
-        offer=device.offer(task.ask.round + 1),
+        offer=device.offer(task.ask.round + 1, holds(context.state)),
     )
     return Message(result.pack(), reply_to=message)
 
@@ -132,29 +138,37 @@ class Device:
     config: Config
     side: DeviceSide
     profiles: dict[str, Profile]
-    round: int
+    text: str  # the experiment, as the server wrote it
 
-    def offer(self, round_index: int | None = None) -> Offer:
-        """What the device can afford in this round, or in another."""
-        number = self.round if round_index is None else round_index
+    def offer(self, number: int, mark: bytes) -> Offer:
+        """What the device can afford in a round; the mark says what it holds."""
         distance_m, means = self._simulated(number) if not self.setup.profile else self._own()
-        return Offer(self.setup.device, number, distance_m, means)
+        return Offer(self.setup.device, number, distance_m, means, mark)
+
+    def catch_up(self, public: State, download: Download) -> State:
+        """The public model of this round, from the one that the device holds; none without one."""
+        public = download.whole or public
+        if download.steps and not public:
+            raise MessageError("steps to a model that this device does not hold")
+        for step in download.steps:
+            public = take_step(self.side.net, public, step, self.text)
+        return public
 
     def move(self, memory: State | None, order: State) -> State | None:
         """What the device remembers, in the coordinates that the global model has now."""
         return self.side.net.permute(memory, order) if memory and order else memory
 
-    def perform(self, task: Task, memory: State | None) -> Reply:
-        """Train the sub-model that came, and compress."""
+    def perform(self, task: Task, public: State, memory: State | None) -> Reply:
+        """Train the sub-model that came or is cut from the public model, and compress."""
         if task.device != self.setup.device:
             raise MessageError(f"a task for device {task.device}, this is {self.setup.device}")
         side = self.side
         upload = replace(task.upload, blocks=side.net.blocks())
         job = Job(task.device, task.alpha, upload, task.seed, memory)
-        return side.work(self.submodel(task), self.samples(), job)
+        return side.work(self.submodel(task, public), self.samples(), job)
 
-    def submodel(self, task: Task) -> SubModel:
-        """The sub-model of a task, with the weights that came with it."""
+    def submodel(self, task: Task, public: State) -> SubModel:
+        """The sub-model of a task, with the weights that came with it, or those of all."""
         net = self.side.net
         sub = net.shrink(task.alpha)
         if dict(sub.plan.widths) != dict(task.widths):
@@ -163,7 +177,10 @@ class Device:
                 "the same version?"
             )
         own = tensors_of(sub.module)
-        sent = unpack_weights(net, tensors_of(net.module), sub.plan, task.weights)
+        if self.config.compression.downlink:
+            sent = net.take(public, sub.plan)
+        else:
+            sent = unpack_weights(net, tensors_of(net.module), sub.plan, task.weights)
         with torch.no_grad():
             for name, tensor in sent.items():
                 own[name].copy_(tensor)
@@ -211,7 +228,7 @@ def open_device(table: UserConfig, ask: Ask) -> Device:
         raise ConfigError(
             [f"device: given {setup.device}, allowed 0 … {config.fleet.devices - 1} in this fleet"]
         )
-    return Device(setup, config, side, profiles, ask.round)
+    return Device(setup, config, side, profiles, ask.config)
 
 
 @lru_cache(maxsize=1)
@@ -257,6 +274,20 @@ def remember(state: RecordDict, ask: Ask, memory: State | None) -> None:
         if kept:
             state[key] = pack_state(kept)
     state["remembered"] = ConfigRecord({"experiment": _experiment(ask), "round": ask.round})
+
+
+def keep_public(state: RecordDict, public: State) -> None:
+    """Keep the public model of this round, if there is one, and its mark."""
+    if public:
+        state["public"] = pack_state(public)
+        state["mark"] = ConfigRecord({"mark": mark_of(public)})
+
+
+def holds(state: RecordDict) -> bytes:
+    """The mark of the public model that the device holds."""
+    about = state.config_records.get("mark")
+    mark = about["mark"] if about else b""
+    return mark if isinstance(mark, bytes) else b""
 
 
 def _experiment(ask: Ask) -> bytes:

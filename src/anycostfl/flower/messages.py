@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from typing import TypeVar
 
 import torch
@@ -19,6 +19,7 @@ from flwr.app import Array, ArrayRecord, ConfigRecord, Message, RecordDict
 from flwr.supercore.inflatable.inflatable_object import get_all_nested_objects
 from torch import Tensor
 
+from anycostfl.downlink import Step
 from anycostfl.errors import AnycostError, ConfigError
 from anycostfl.methods import State, Upload
 from anycostfl.shrink import ElasticModel, WidthPlan
@@ -58,18 +59,22 @@ def read_ask(records: RecordDict) -> Ask:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Offer:
-    """Who a device is and what it has to spend in a round: one row of `Devices`."""
+    """Who a device is and what it has to spend in a round: one row of `Devices`.
+
+    `holds` marks the public model that it holds, if any (`broadcast`).
+    """
 
     device: int
     round: int
     distance_m: float
     means: Devices
+    holds: bytes = b""
 
     def pack(self) -> ConfigRecord:
         """As one record."""
         row = {item.name: float(getattr(self.means, item.name)[0]) for item in fields(Devices)}
         who = {"device": self.device, "round": self.round, "distance_m": self.distance_m}
-        return ConfigRecord({**who, **row})
+        return ConfigRecord({**who, "holds": self.holds, **row})
 
 
 def read_offer(records: RecordDict) -> Offer:
@@ -83,18 +88,71 @@ def read_offer(records: RecordDict) -> Offer:
         means = make_devices(**row)
     except ConfigError as error:
         raise MessageError(f"an offer that cannot be: {'; '.join(error.problems)}") from error
-    return Offer(_value(table, "device", int), _value(table, "round", int), distance_m, means)
+    return Offer(
+        device=_value(table, "device", int),
+        round=_value(table, "round", int),
+        distance_m=distance_m,
+        means=means,
+        holds=_value(table, "holds", bytes),
+    )
 
 
 # --- the server gives a task, the device returns a result -----------------------------------------
 
 
 @dataclass(frozen=True, slots=True, eq=False)
+class Download:
+    """What brings a device's public model up to date: the whole of it, or the steps it missed."""
+
+    whole: State = field(default_factory=dict)
+    steps: tuple[Step, ...] = ()
+
+    @property
+    def size(self) -> int:
+        """Bytes, without the records around them."""
+        whole = sum(tensor.numel() * tensor.element_size() for tensor in self.whole.values())
+        return whole + sum(step.size for step in self.steps)
+
+    def pack(self) -> dict[str, ConfigRecord | ArrayRecord]:
+        """As records."""
+        arrays: dict[str, Array] = {}
+        for i, step in enumerate(self.steps):
+            arrays[f"{i}/payload"] = _bytes_array(step.payload, PAYLOAD)
+            places = {name: order.to(torch.int32) for name, order in step.order.items()}
+            arrays |= {f"{i}/order/{name}": _array(order) for name, order in places.items()}
+        return {
+            "public": pack_state(self.whole),
+            "steps": ArrayRecord(arrays),
+            "rounds": ConfigRecord({"rounds": [step.round for step in self.steps]}),
+        }
+
+
+def read_download(records: RecordDict) -> Download:
+    """The download in a message."""
+    rounds = _table(records, "rounds").get("rounds")
+    if not isinstance(rounds, list):
+        raise MessageError("a download that does not say which rounds its steps belong to")
+    arrays: Mapping[str, Array] = records.array_records.get("steps") or {}
+    steps = []
+    for i, number in enumerate(rounds):
+        begin = f"{i}/order/"
+        order = {
+            name.removeprefix(begin): _as_tensor(array).long()
+            for name, array in arrays.items()
+            if name.startswith(begin)
+        }
+        payload = _bytes_of(records, "steps", f"{i}/payload", PAYLOAD)
+        steps.append(Step(number if isinstance(number, int) else -1, order, payload))
+    return Download(read_state(records, "public"), tuple(steps))
+
+
+@dataclass(frozen=True, slots=True, eq=False)
 class Task:
     """What one device has to do in a round.
 
-    `order` says how the global channels moved since this device last took part, for whatever it
-    remembers in their coordinates; empty where nothing moved.
+    Its sub-model comes as `weights`, or is cut from the public model that the `download` brings up
+    to date. `order` says how the global channels moved since this device last took part, for
+    whatever it remembers in their coordinates; empty where nothing moved.
     """
 
     ask: Ask
@@ -105,6 +163,12 @@ class Task:
     seed: int
     weights: bytes
     order: State
+    download: Download = field(default_factory=Download)
+
+    @property
+    def size(self) -> int:
+        """Bytes of the model on their way down, without the records around them."""
+        return len(self.weights) + self.download.size
 
     def pack(self) -> RecordDict:
         """As records; blocks are left out, for the device knows its model."""
@@ -129,6 +193,7 @@ class Task:
                 "task": table,
                 "weights": ArrayRecord({"weights": _bytes_array(self.weights, WEIGHTS)}),
                 "order": pack_state(self.order),
+                **self.download.pack(),
             }
         )
 
@@ -153,6 +218,7 @@ def read_task(records: RecordDict) -> Task:
         seed=_value(table, "seed", int),
         weights=_bytes_of(records, "weights", "weights", WEIGHTS),
         order=read_state(records, "order"),
+        download=read_download(records),
     )
 
 
@@ -207,7 +273,7 @@ def wire_bytes(message: Message) -> int:
 def pack_weights(net: ElasticModel, state: Mapping[str, Tensor], plan: WidthPlan) -> bytes:
     """Only what a sub-model holds of a global state, one tensor after the other."""
     parts = net.take(state, plan)
-    return b"".join(_raw(parts[name]) for name in _own_names(net, plan))
+    return b"".join(raw_bytes(parts[name]) for name in _own_names(net, plan))
 
 
 def unpack_weights(
@@ -247,7 +313,7 @@ def read_state(records: RecordDict, key: str) -> dict[str, Tensor]:
 
 def _array(tensor: Tensor) -> Array:
     kind = str(tensor.dtype).removeprefix("torch.")
-    return Array(dtype=kind, shape=tuple(tensor.shape), stype=TENSOR, data=_raw(tensor))
+    return Array(dtype=kind, shape=tuple(tensor.shape), stype=TENSOR, data=raw_bytes(tensor))
 
 
 def _as_tensor(array: Array) -> Tensor:
@@ -260,7 +326,8 @@ def _as_tensor(array: Array) -> Tensor:
     return _tensor(bytearray(array.data), kind, array.shape)
 
 
-def _raw(tensor: Tensor) -> bytes:
+def raw_bytes(tensor: Tensor) -> bytes:
+    """The elements of a tensor, one after the other."""
     flat = tensor.detach().to("cpu").contiguous().flatten()
     return flat.view(torch.uint8).numpy().tobytes()
 

@@ -68,12 +68,14 @@ class Terms:
 class Gathered:
     """The cohort of a round and the chosen devices that did not answer in time.
 
-    `drawn` is whom the draw would have chosen if nobody were benched.
+    `drawn` is whom the draw would have chosen if nobody were benched; `holds` marks what each
+    device of the cohort holds.
     """
 
     cohort: Cohort
     silent: tuple[int, ...]
     drawn: tuple[int, ...]
+    holds: Mapping[int, bytes]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -176,7 +178,7 @@ class Roster:
         places: dict[str, int] = {}
         sizes: dict[int, int] = {}
         wait_s = self._terms.deadline_s
-        for place in sorted(range(len(tasks)), key=lambda i: -len(tasks[i].weights)):
+        for place in sorted(range(len(tasks)), key=lambda i: -tasks[i].size):
             task = tasks[place]
             node, group = nodes[task.device], str(task.ask.round)
             letter = Message(
@@ -212,7 +214,10 @@ class Roster:
         for device in silent:
             self._offers.pop(nodes[device], None)
         offers = [self._offers[nodes[i]] for i in index]
-        return Gathered(cohort_of(offers), silent, tuple(draw(nodes).tolist())) if offers else None
+        if not offers:
+            return None
+        holds = {offer.device: offer.holds for offer in offers}
+        return Gathered(cohort_of(offers), silent, tuple(draw(nodes).tolist()), holds)
 
     def _wait(self, done: Callable[[], bool], until: float) -> None:
         """Look after the fleet until something holds, or the time is over."""

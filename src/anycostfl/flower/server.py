@@ -14,7 +14,7 @@ import fcntl
 import json
 import os
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from logging import INFO, WARNING
@@ -27,28 +27,19 @@ from flwr.common.logger import log
 from flwr.serverapp import Grid, ServerApp
 
 from anycostfl.config import Config
-from anycostfl.coupling import copy_of, tensors_of
+from anycostfl.coupling import tensors_of
 from anycostfl.errors import AnycostError
-from anycostfl.experiment import prepare
+from anycostfl.flower.broadcast import Chain
 from anycostfl.flower.messages import Ask, Task, pack_weights
 from anycostfl.flower.orphans import end_with_parent
 from anycostfl.flower.post import PostOffice, quicken
 from anycostfl.flower.roster import Roster, Terms
-from anycostfl.gate import Bench, benched
 from anycostfl.methods import State
-from anycostfl.rounds import (
-    Assignment,
-    Outcome,
-    absorb,
-    assign,
-    describe,
-    evaluate,
-    is_due,
-    receive,
-)
+from anycostfl.rounds import Outcome, evaluate, is_due, receive
 from anycostfl.runs import Snapshot, Turn, Turns, keep, take_up
+from anycostfl.server import Round, Server
 from anycostfl.shrink import ElasticModel
-from anycostfl.types import DeviceRecord, RoundRecord
+from anycostfl.types import DeviceRecord
 from anycostfl.workers import InProcess, one_thread
 
 LOCK = "server.lock"  # held by the server app; inside: the id of Flower's run
@@ -118,34 +109,26 @@ def play(
 
     Devices keep their memories; the snapshot holds how channels moved since each was last here.
     """
-    side = prepare(config)
-    net, method = side.net, side.method
+    server = Server(config, start)
     roster = Roster(PostOffice(grid), config, terms)
-    moved: dict[int, State] = {}
-    velocity: State = {}
-    bench = Bench()
-    if start is not None:
-        net.load(start.state)
-        moved, velocity, bench = dict(start.memories), start.velocity, start.bench
-    limits = config.limits_of(config.run.method)
-    first = start.round if start else 0
+    moved: dict[int, State] = dict(start.memories) if start else {}
+    chain = Chain(server.public)
     pace = pace or Pace()
 
     with one_thread():
-        for number in range(first, config.run.rounds):
+        for number in range(server.first, config.run.rounds):
             pace.begin(number)
-            if method.sorts_channels:
-                order = net.sort_channels()
+            if order := server.begin(number):
                 moved = {device: follow(before, order) for device, before in moved.items()}
-                velocity = net.permute(velocity, order) if velocity else velocity
+            chain.add(server.step, server.public)
 
-            least = terms.wait_for if number == first else terms.min_replies
-            gathered = roster.gather(number, least, bench)
+            least = terms.wait_for if number == server.first else terms.min_replies
+            gathered = roster.gather(number, least, server.bench)
             pace.lap("gather_s")
-            cohort = gathered.cohort
-            strategies = method.plan(cohort.devices, config.workload, limits)
-            assignments = assign(config, side, cohort, strategies, number)
-            tasks = make_tasks(net, roster.ask(number), assignments, moved)
+            planned = server.plan(number, gathered.cohort, gathered.drawn)
+            tasks = make_tasks(server, roster.ask(number), planned, moved)
+            if server.step:
+                tasks = [by_steps(task, chain, gathered.holds) for task in tasks]
             pace.lap("plan_s")
 
             answers = roster.perform(tasks)
@@ -153,30 +136,31 @@ def play(
             pace.note("send_s", roster.send_s)
             pace.note("slowest_device_s", max((a.busy_s for a in answers), default=0.0))
             replies = (answer.reply for answer in answers)
-            outcomes = enough(receive(method, assignments, replies), terms.min_replies)
-            outcomes, velocity = absorb(side, outcomes, config.aggregation, velocity)
-            if method.sorts_channels:
-                moved |= {a.reply.device: stay(net) for a in answers if a.remembers}
+            outcomes = receive(server.method, planned.assignments, replies)
+            outcomes = server.absorb(enough(outcomes, terms.min_replies))
+            if order:
+                moved |= {a.reply.device: stay(server.net) for a in answers if a.remembers}
             pace.lap("aggregate_s")
 
-            accuracy = evaluate(side, InProcess(side)) if is_due(config, number) else None
-            devices = describe(config, cohort, strategies, outcomes) + absent(gathered.silent)
-            devices += benched(bench, gathered.drawn, number)
-            record = RoundRecord(number, accuracy, devices)
-            bench = bench.after(record, config.gate)
-            pace.lap("evaluate_s")
-            yield Turn(
-                record, Snapshot(number + 1, copy_of(net.module), dict(moved), velocity, bench)
+            due = is_due(config, number)
+            accuracy = evaluate(server.side, InProcess(server.side)) if due else None
+            record = server.close(
+                planned,
+                outcomes,
+                accuracy,
+                downloads={task.device: task.size for task in tasks},
+                absent=absent(gathered.silent),
             )
+            after = server.snapshot(number, moved)
+            pace.lap("evaluate_s")
+            yield Turn(record, after)
             pace.lap("write_s")
             pace.end()
 
 
-def make_tasks(
-    net: ElasticModel, ask: Ask, assignments: Sequence[Assignment], moved: dict[int, State]
-) -> list[Task]:
+def make_tasks(server: Server, ask: Ask, planned: Round, moved: dict[int, State]) -> list[Task]:
     """What each device is sent: only the channels of its sub-model go down the wire."""
-    state = tensors_of(net.module)
+    net, state = server.net, tensors_of(server.net.module)
     return [
         Task(
             ask=ask,
@@ -188,8 +172,13 @@ def make_tasks(
             weights=pack_weights(net, state, a.plan),
             order=moved.get(a.device, {}),
         )
-        for a in assignments
+        for a in planned.assignments
     ]
+
+
+def by_steps(task: Task, chain: Chain, holds: Mapping[int, bytes]) -> Task:
+    """The task with the steps to the public model instead of a sub-model."""
+    return replace(task, weights=b"", download=chain.since(holds.get(task.device, b"")))
 
 
 def enough(outcomes: list[Outcome], least: int) -> list[Outcome]:

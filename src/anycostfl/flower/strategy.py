@@ -12,7 +12,7 @@ and looks for replies every three seconds. `anycostfl serve` uses `server.play`.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from logging import INFO, WARNING
 
@@ -23,23 +23,15 @@ from flwr.serverapp.strategy import Strategy
 
 from anycostfl.config import Config, to_toml
 from anycostfl.coupling import copy_of
-from anycostfl.experiment import prepare
-from anycostfl.fleet import Cohort, choose
+from anycostfl.fleet import choose
+from anycostfl.flower.broadcast import Chain
 from anycostfl.flower.messages import Ask, MessageError, Offer, Task, read_offer, wire_bytes
 from anycostfl.flower.roster import ASK_S, answer_to, as_missing, cohort_of
-from anycostfl.flower.server import follow, make_tasks, stay
-from anycostfl.gate import Bench, benched
+from anycostfl.flower.server import by_steps, follow, make_tasks, stay
 from anycostfl.methods import State
-from anycostfl.rounds import (
-    Assignment,
-    absorb,
-    assign,
-    describe,
-    evaluate,
-    is_due,
-    receive,
-)
-from anycostfl.types import RoundRecord, Strategies
+from anycostfl.rounds import evaluate, is_due, receive
+from anycostfl.server import Round, Server
+from anycostfl.types import RoundRecord
 from anycostfl.workers import InProcess
 
 
@@ -47,12 +39,9 @@ from anycostfl.workers import InProcess
 class _Sent:
     """What a round's messages were made from."""
 
-    cohort: Cohort
-    strategies: Strategies
-    assignments: Sequence[Assignment]
+    planned: Round
     tasks: Mapping[int, Task]  # by node
     sizes: Mapping[int, int]  # of the messages, in bytes
-    drawn: Sequence[int]
 
 
 class AnycostStrategy(Strategy):
@@ -61,15 +50,14 @@ class AnycostStrategy(Strategy):
     def __init__(self, config: Config) -> None:
         self.config = config
         self.records: list[RoundRecord] = []
-        self._side = prepare(config)
+        self._server = Server(config)
         self._moved: dict[int, State] = {}
-        self._velocity: State = {}
-        self._bench = Bench()
+        self._chain = Chain(self._server.public)
         self._sent: _Sent | None = None
 
     def initial_arrays(self) -> ArrayRecord:
         """The global model to start from."""
-        return ArrayRecord(copy_of(self._side.net.module))
+        return ArrayRecord(copy_of(self._server.net.module))
 
     def summary(self) -> None:
         """Log what is about to be trained."""
@@ -82,33 +70,33 @@ class AnycostStrategy(Strategy):
     ) -> Iterable[Message]:
         """Ask who can afford what, plan, and make every chosen device its task."""
         del config  # what devices need to know is in their tasks
-        net, method, number = self._side.net, self._side.method, server_round - 1
-        net.load(arrays.to_torch_state_dict())
-        if method.sorts_channels:
-            order = net.sort_channels()
+        server, number = self._server, server_round - 1
+        server.net.load(arrays.to_torch_state_dict())
+        if order := server.begin(number):
             self._moved = {device: follow(before, order) for device, before in self._moved.items()}
-            self._velocity = net.permute(self._velocity, order) if self._velocity else {}
+        self._chain.add(server.step, server.public)
         ask = Ask(to_toml(self.config), number)
         nodes = self._offers(grid, ask)
         seed, fleet = self.config.run.seed, self.config.fleet
-        free = self._bench.free(nodes, number)
+        free = server.bench.free(nodes, number)
         chosen = choose(fleet, free, seed=seed, round_index=number).tolist()
         drawn = choose(fleet, nodes, seed=seed, round_index=number).tolist()
         self._sent = None
         if not chosen:
             log(WARNING, "no device is there; the round changes nothing")
             return []
-        cohort = cohort_of([nodes[i][1] for i in chosen])
-        limits = self.config.limits_of(self.config.run.method)
-        strategies = method.plan(cohort.devices, self.config.workload, limits)
-        assignments = assign(self.config, self._side, cohort, strategies, number)
-        tasks = {nodes[t.device][0]: t for t in make_tasks(net, ask, assignments, self._moved)}
+        planned = server.plan(number, cohort_of([nodes[i][1] for i in chosen]), drawn)
+        made = make_tasks(server, ask, planned, self._moved)
+        if server.step:
+            holds = {device: offer.holds for device, (_, offer) in nodes.items()}
+            made = [by_steps(task, self._chain, holds) for task in made]
+        tasks = {nodes[task.device][0]: task for task in made}
         letters = [
             Message(task.pack(), node, MessageType.TRAIN, group_id=str(number))
             for node, task in tasks.items()
         ]
         sizes = {letter.metadata.dst_node_id: wire_bytes(letter) for letter in letters}
-        self._sent = _Sent(cohort, strategies, assignments, tasks, sizes, drawn)
+        self._sent = _Sent(planned, tasks, sizes)
         return letters
 
     def aggregate_train(
@@ -130,19 +118,15 @@ class AnycostStrategy(Strategy):
             else as_missing(task, "no reply in time", sent.sizes[node])
             for node, task in sent.tasks.items()
         ]
-        net, method = self._side.net, self._side.method
-        outcomes = receive(method, sent.assignments, (answer.reply for answer in answers))
-        outcomes, self._velocity = absorb(
-            self._side, outcomes, self.config.aggregation, self._velocity
-        )
-        if method.sorts_channels:
-            self._moved |= {a.reply.device: stay(net) for a in answers if a.remembers}
+        server = self._server
+        replied = (answer.reply for answer in answers)
+        outcomes = server.absorb(receive(server.method, sent.planned.assignments, replied))
+        if server.method.sorts_channels:
+            self._moved |= {a.reply.device: stay(server.net) for a in answers if a.remembers}
         due = is_due(self.config, number)
-        accuracy = evaluate(self._side, InProcess(self._side)) if due else None
-        devices = describe(self.config, sent.cohort, sent.strategies, outcomes)
-        devices += benched(self._bench, sent.drawn, number)
-        record = RoundRecord(number, accuracy, devices)
-        self._bench = self._bench.after(record, self.config.gate)
+        accuracy = evaluate(server.side, InProcess(server.side)) if due else None
+        downloads = {task.device: task.size for task in sent.tasks.values()}
+        record = server.close(sent.planned, outcomes, accuracy, downloads=downloads)
         self.records.append(record)
         return self.initial_arrays(), _metrics(record)
 

@@ -1,0 +1,127 @@
+"""The server from round to round: the global model, and everything that moves with it.
+
+The simulator, the server over Flower and the Strategy for Flower play their rounds with it; they
+differ in who the devices are and how a job reaches them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+
+from anycostfl.aggregate import advance
+from anycostfl.config import Config, to_toml
+from anycostfl.coupling import copy_of, tensors_of
+from anycostfl.downlink import Ledger, Step, charge_downloads, first_public, make_step, showing
+from anycostfl.experiment import prepare
+from anycostfl.fleet import Cohort
+from anycostfl.gate import Bench, benched
+from anycostfl.methods import State
+from anycostfl.rounds import Assignment, Outcome, accepted, assign, describe, screen
+from anycostfl.runs import Snapshot
+from anycostfl.types import DeviceRecord, RoundRecord, Strategies
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Round:
+    """A round as planned: who takes part, with which strategy, and what each is told.
+
+    `drawn` is whom the draw would have chosen if nobody were benched.
+    """
+
+    number: int
+    cohort: Cohort
+    strategies: Strategies
+    assignments: Sequence[Assignment]
+    drawn: Sequence[int]
+
+
+class Server:
+    """What the server keeps: weights, momentum, the public model, who is benched."""
+
+    def __init__(self, config: Config, start: Snapshot | None = None) -> None:
+        self.config, self.side = config, prepare(config)
+        self.net, self.method = self.side.net, self.side.method
+        self.first = start.rounds if start else 0  # the round to go on with
+        self.velocity: State = start.velocity if start else {}
+        self.bench = start.bench if start else Bench()
+        self.ledger = start.ledger if start else Ledger()
+        self.public: State = start.public if start else {}
+        self.step: Step | None = None
+        if start is not None:
+            self.net.load(start.state)
+        elif config.compression.downlink:
+            self.public = first_public(self.net.module)
+
+    @property
+    def whole_bytes(self) -> int:
+        """Of the model, uncompressed."""
+        return self.net.size_bits // 8
+
+    def begin(self, number: int) -> State:
+        """Sort the channels (Sec. III-B.1) and all that lives in their coordinates; the order.
+
+        Then bring the public model up to date, if there is one. The order is empty with methods
+        that do not sort.
+        """
+        order = self.net.sort_channels() if self.method.sorts_channels else {}
+        if order and self.velocity:
+            self.velocity = self.net.permute(self.velocity, order)
+        if share := self.config.compression.downlink:
+            belongs = to_toml(self.config), number
+            self.step, self.public = make_step(self.net, self.public, order, share, belongs)
+        return order
+
+    def plan(self, number: int, cohort: Cohort, drawn: Sequence[int]) -> Round:
+        """The strategy of every device (Sec. IV), and what those who can afford one are told."""
+        config = self.config
+        limits = config.limits_of(config.run.method)
+        strategies = self.method.plan(cohort.devices, config.workload, limits)
+        assignments = assign(config, self.side, cohort, strategies, number)
+        return Round(number, cohort, strategies, assignments, drawn)
+
+    def showing(self) -> AbstractContextManager[None]:
+        """While devices cut their sub-models: the model as they know it."""
+        return showing(self.net, self.public)
+
+    def absorb(self, outcomes: Sequence[Outcome]) -> list[Outcome]:
+        """Move the global model by the updates that count (Sec. III-D); outcomes say which do."""
+        net, rules = self.net, self.config.aggregation
+        outcomes = screen(self.method, outcomes, rules, tensors_of(net.module))
+        updates = accepted(self.method, outcomes, rules)
+        state, self.velocity = advance(tensors_of(net.module), updates, rules, self.velocity)
+        net.load(state)
+        return outcomes
+
+    def downloads(self, cohort: Cohort) -> dict[int, int]:
+        """What every device of a cohort is sent, if there is a public model."""
+        if self.step is None:
+            return {}
+        step, whole = self.step.size, self.whole_bytes
+        return {i: self.ledger.download(i, step, whole) for i in cohort.index.tolist()}
+
+    def close(
+        self,
+        played: Round,
+        outcomes: Sequence[Outcome],
+        accuracy: float | None,
+        *,
+        downloads: Mapping[int, int],
+        absent: tuple[DeviceRecord, ...] = (),
+    ) -> RoundRecord:
+        """The record of a round, counted for those after it; `absent` are devices never told."""
+        number = played.number
+        devices = describe(self.config, played.cohort, played.strategies, outcomes)
+        devices = charge_downloads(devices, downloads)
+        devices += absent + benched(self.bench, played.drawn, number)
+        record = RoundRecord(number, accuracy, devices, self.step.size if self.step else 0)
+        self.bench = self.bench.after(record, self.config.gate)
+        self.ledger = self.ledger.after(record)
+        return record
+
+    def snapshot(self, number: int, memories: Mapping[int, State]) -> Snapshot:
+        """Where to go on after a round."""
+        state, public = copy_of(self.net.module), self.public
+        rest = self.velocity, public, self.bench, self.ledger
+        return Snapshot(number + 1, state, dict(memories), *rest)

@@ -1,0 +1,136 @@
+"""The downlink: devices follow the server's model by small steps, and every byte is counted."""
+
+from __future__ import annotations
+
+import functools
+
+import pytest
+import torch
+from torch import Tensor
+
+from anycostfl import ElasticModel
+from anycostfl.downlink import (
+    Ledger,
+    Step,
+    charge_downloads,
+    first_public,
+    ledger_of,
+    make_step,
+    showing,
+    take_step,
+)
+from anycostfl.errors import PayloadError
+from anycostfl.types import DeviceRecord, RoundRecord
+
+WHERE = ("an experiment", 3)
+
+
+@functools.cache
+def parts() -> torch.nn.Module:
+    torch.manual_seed(0)
+    return torch.nn.Sequential(
+        torch.nn.Linear(30, 48), torch.nn.ReLU(), torch.nn.Linear(48, 32), torch.nn.ReLU(),
+        torch.nn.Linear(32, 10),
+    )  # fmt: skip
+
+
+def net() -> ElasticModel:
+    return ElasticModel(parts(), torch.randn(2, 30))
+
+
+def distance(model: ElasticModel, public: dict[str, Tensor]) -> float:
+    own = dict(model.module.named_parameters())
+    return sum(float((own[n] - p).detach().square().sum()) for n, p in public.items())
+
+
+def wander(model: ElasticModel, seed: int) -> None:
+    """Move the server's model, as updates of a round would."""
+    random = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for p in model.module.parameters():
+            p.add_(torch.randn(p.shape, generator=random), alpha=0.01)
+
+
+def test_devices_that_take_the_steps_hold_what_the_server_thinks_they_hold() -> None:
+    model = net()
+    there = held = first_public(model.module)
+    for number in range(5):
+        wander(model, number)
+        order = model.sort_channels()
+        step, there = make_step(model, there, order, 0.1, ("x", number))
+        held = take_step(model, held, step, "x")
+        assert all(torch.equal(held[n], t) for n, t in there.items())
+
+
+def test_what_a_step_loses_goes_with_a_later_one() -> None:
+    model = net()
+    public = first_public(model.module)
+    wander(model, 0)
+    before = distance(model, public)
+    left = []
+    for number in range(12):
+        _, public = make_step(model, public, {}, 0.05, ("x", number))
+        left.append(distance(model, public))
+    assert left == sorted(left, reverse=True)
+    assert left[0] < 0.9 * before
+    assert left[-1] < 0.3 * before
+
+
+def test_the_error_stays_bounded_while_the_model_moves() -> None:
+    model = net()
+    public = first_public(model.module)
+    errors = []
+    for number in range(40):
+        wander(model, number)
+        step, public = make_step(model, public, {}, 0.1, ("x", number))
+        errors.append(distance(model, public))
+        elements = sum(p.numel() for p in public.values())
+        assert step.size <= 0.1 * 4 * elements
+    assert max(errors[20:]) < 2 * max(errors[:20])
+
+
+def test_a_step_belongs_to_its_round_and_experiment() -> None:
+    model = net()
+    public = first_public(model.module)
+    wander(model, 1)
+    step, _ = make_step(model, public, {}, 0.1, WHERE)
+    take_step(model, public, step, WHERE[0])
+    with pytest.raises(PayloadError):
+        take_step(model, public, step, "another experiment")
+    with pytest.raises(PayloadError):
+        take_step(model, public, Step(4, {}, step.payload), WHERE[0])
+
+
+def test_sub_models_are_cut_from_the_public_model_for_a_while() -> None:
+    model = net()
+    own = {n: p.detach().clone() for n, p in model.module.named_parameters()}
+    public = {n: torch.zeros_like(p) for n, p in own.items()}
+    with showing(model, public):
+        assert all((p == 0).all() for p in model.shrink(0.5).module.parameters())
+    assert all(torch.equal(own[n], p) for n, p in model.module.named_parameters())
+    with showing(model, {}):
+        assert all(torch.equal(own[n], p) for n, p in model.module.named_parameters())
+
+
+# --- what it costs --------------------------------------------------------------------------------
+
+
+def record(number: int, step: int, *devices: int) -> RoundRecord:
+    told = tuple(DeviceRecord(i, "ok", 1, 0.0, 1.0, 1.0, alpha=0.5, bytes_down=9) for i in devices)
+    away = DeviceRecord(99, "sat out: energy", 1, 0.0, 1.0, 1.0)
+    return RoundRecord(number, None, (*told, away), step)
+
+
+def test_a_device_is_sent_what_it_missed_or_all() -> None:
+    ledger = ledger_of([record(0, 5, 1, 2), record(1, 30, 2), record(2, 20)])
+    assert ledger.download(2, step=7, whole=1000) == 20 + 7
+    assert ledger.download(1, step=7, whole=1000) == 30 + 20 + 7
+    assert ledger.download(1, step=7, whole=40) == 40
+    assert ledger.download(3, step=7, whole=1000) == 1000  # never here before
+    assert ledger.download(99, step=7, whole=1000) == 1000  # drawn, but sent nothing
+    assert Ledger().download(1, step=7, whole=1000) == 1000
+
+
+def test_only_those_who_were_sent_something_are_charged() -> None:
+    paid = charge_downloads(record(0, 5, 1, 2).devices, {1: 77, 99: 77})
+    assert [d.bytes_down for d in paid] == [77, 9, 0]
