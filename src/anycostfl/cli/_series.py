@@ -1,4 +1,4 @@
-"""What `compare` and `sweep` share: lists on the command line, progress, going on alone."""
+"""What `compare` and `sweep` share: options, lists, progress, going on alone."""
 
 from __future__ import annotations
 
@@ -7,14 +7,36 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Annotated
 
 import typer
 
 from anycostfl.cli._console import out, table
 from anycostfl.compare import Case, Records
+from anycostfl.config import Config, load_preset
 from anycostfl.errors import ConfigError
 
 EVERY = 10  # rounds between two lines of progress
+
+Preset = Annotated[str, typer.Argument(help="A preset, or a .toml file")]
+Target = Annotated[float | None, typer.Option(help="Accuracy to reach, else as the preset says")]
+Rounds = Annotated[int | None, typer.Option(help="At most so many, else as the preset says")]
+Overrides = Annotated[list[str] | None, typer.Option("--set", help="section.key=value")]
+OutDir = Annotated[Path | None, typer.Option("--out", help="Folder of all runs")]
+Workers = Annotated[int, typer.Option(help="Processes; 0 is one per core")]
+Background = Annotated[bool, typer.Option("--background", help="Return at once, go on alone")]
+OnlyShow = Annotated[bool, typer.Option("--show", help="Only show what is done")]
+Json = Annotated[bool, typer.Option("--json", help="One JSON document at the end")]
+
+
+def asked(
+    preset: str, overrides: Sequence[str] | None, target: float | None, rounds: int | None
+) -> Config:
+    """The preset with what the options say instead."""
+    changes = list(overrides or [])
+    changes += [f"run.target_accuracy={target}"] if target is not None else []
+    changes += [f"run.rounds={rounds}"] if rounds is not None else []
+    return load_preset(preset, changes)
 
 
 def names_of(text: str, known: Sequence[str], load: Callable[[str], object]) -> list[str]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from contextlib import suppress
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated
 
@@ -12,6 +12,16 @@ import typer
 from anycostfl import methods
 from anycostfl.cli._console import emit_json, out
 from anycostfl.cli._series import (
+    Background,
+    Json,
+    OnlyShow,
+    OutDir,
+    Overrides,
+    Preset,
+    Rounds,
+    Target,
+    Workers,
+    asked,
     go_on_alone,
     names_of,
     numbers_of,
@@ -33,38 +43,35 @@ from anycostfl.compare import (
     to_csv,
     to_markdown,
 )
-from anycostfl.config import Config, load_preset
 from anycostfl.errors import ConfigError, MissingExtra
 from anycostfl.report import draw_curves
 from anycostfl.types import RoundRecord
 
 
 def compare(
-    preset: Annotated[str, typer.Argument(help="A preset, or a .toml file")],
+    preset: Preset,
     method_names: Annotated[
         str, typer.Option("--methods", help="all, or names with commas")
     ] = "all",
     seeds: Annotated[int, typer.Option(help="Runs of each method: seeds 0, 1, …")] = 1,
-    target: Annotated[float | None, typer.Option(help="Accuracy to reach [preset's]")] = None,
-    rounds: Annotated[int | None, typer.Option(help="At most so many [preset's]")] = None,
-    rates: Annotated[str, typer.Option(help="Learning rates to choose from [preset's]")] = "",
+    target: Target = None,
+    rounds: Rounds = None,
+    rates: Annotated[str, typer.Option(help="Learning rates to choose from, else as the preset says")] = "",
     trial: Annotated[int, typer.Option(help="Rounds after which a rate is judged")] = 30,
     full: Annotated[bool, typer.Option("--full", help="Go on beyond the target")] = False,
-    set_: Annotated[list[str] | None, typer.Option("--set", help="section.key=value")] = None,
-    out_dir: Annotated[Path | None, typer.Option("--out", help="Folder of all runs")] = None,
-    workers: Annotated[int, typer.Option(help="Processes; 0 is one per core")] = 0,
-    background: Annotated[
-        bool, typer.Option("--background", help="Return at once, go on alone")
-    ] = False,
-    only_show: Annotated[bool, typer.Option("--show", help="Only show what is done")] = False,
-    json: Annotated[bool, typer.Option("--json", help="One JSON document at the end")] = False,
+    set_: Overrides = None,
+    out_dir: OutDir = None,
+    workers: Workers = 0,
+    background: Background = False,
+    only_show: OnlyShow = False,
+    json: Json = False,
 ) -> None:
     """Run every method to a target accuracy; what is done already is not repeated.
 
     With --rates, each method is tried at every rate for --trial rounds (seed 0) and goes on with
     the one that did best. Ctrl-C stops cleanly; the same command goes on.
     """
-    config = _asked(load_preset(preset, set_ or []), target, rounds)
+    config = asked(preset, set_, target, rounds)
     if seeds < 1:
         raise ConfigError([f"--seeds: given {seeds}, allowed 1 or more"])
     chosen = names_of(method_names, methods.names(), methods.load)
@@ -98,15 +105,3 @@ def compare(
         return
     show(f"{config.summary or name}: cost to {100 * goal:g} %", HEADER, cells)
     out.print(f"Everything is in {folder}: {stem.name}.md, .csv and .png, and one folder a run")
-
-
-def _asked(config: Config, target: float | None, rounds: int | None) -> Config:
-    run = config.run
-    return replace(
-        config,
-        run=replace(
-            run,
-            target_accuracy=run.target_accuracy if target is None else target,
-            rounds=run.rounds if rounds is None else rounds,
-        ),
-    )

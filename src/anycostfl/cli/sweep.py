@@ -14,6 +14,16 @@ import typer
 from anycostfl import methods
 from anycostfl.cli._console import emit_json, out
 from anycostfl.cli._series import (
+    Background,
+    Json,
+    OnlyShow,
+    OutDir,
+    Overrides,
+    Preset,
+    Rounds,
+    Target,
+    Workers,
+    asked,
     go_on_alone,
     names_of,
     numbers_of,
@@ -23,7 +33,7 @@ from anycostfl.cli._series import (
 )
 from anycostfl.cli.run import check_workers
 from anycostfl.compare import Cost, Series, cost_to, only_one, to_markdown
-from anycostfl.config import Config, load_preset
+from anycostfl.config import Config
 from anycostfl.errors import ConfigError, MissingExtra
 from anycostfl.report import draw_bars, draw_lines
 from anycostfl.sweep import KINDS, SPREADS, WIDTHS, ablation, attacks, heterogeneity, widths
@@ -46,21 +56,19 @@ class Finding:
 
 def sweep(
     kind: Annotated[str, typer.Argument(help="ablation, compute, radio, widths or attacks")],
-    preset: Annotated[str, typer.Argument(help="A preset, or a .toml file")],
+    preset: Preset,
     method_names: Annotated[
         str, typer.Option("--methods", help="Names with commas, for compute, radio and widths")
     ] = "anycostfl,heterofl,stc",
     values: Annotated[str, typer.Option(help="Spreads to try, with commas")] = "",
-    target: Annotated[float | None, typer.Option(help="Accuracy to reach [preset's]")] = None,
-    rounds: Annotated[int | None, typer.Option(help="At most so many [preset's]")] = None,
-    set_: Annotated[list[str] | None, typer.Option("--set", help="section.key=value")] = None,
-    out_dir: Annotated[Path | None, typer.Option("--out", help="Folder of all runs")] = None,
-    workers: Annotated[int, typer.Option(help="Processes; 0 is one per core")] = 0,
-    background: Annotated[
-        bool, typer.Option("--background", help="Return at once, go on alone")
-    ] = False,
-    only_show: Annotated[bool, typer.Option("--show", help="Only show what is done")] = False,
-    json: Annotated[bool, typer.Option("--json", help="One JSON document at the end")] = False,
+    target: Target = None,
+    rounds: Rounds = None,
+    set_: Overrides = None,
+    out_dir: OutDir = None,
+    workers: Workers = 0,
+    background: Background = False,
+    only_show: OnlyShow = False,
+    json: Json = False,
 ) -> None:
     """What each mechanism buys, what heterogeneity costs, what sub-models can do, what liars do.
 
@@ -68,10 +76,7 @@ def sweep(
     """
     if kind not in KINDS:
         raise ConfigError([f"sweep: given {kind!r}, allowed {', '.join(KINDS)}"])
-    overrides = list(set_ or [])
-    overrides += [f"run.target_accuracy={target}"] if target is not None else []
-    overrides += [f"run.rounds={rounds}"] if rounds is not None else []
-    config = load_preset(preset, overrides)
+    config = asked(preset, set_, target, rounds)
     names = names_of(method_names, methods.names(), methods.load)
     spreads = numbers_of(values, "--values") or SPREADS.get(kind, ())
     folder = out_dir or Path("runs", f"compare-{Path(preset).stem}")
