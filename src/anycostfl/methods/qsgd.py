@@ -12,6 +12,7 @@ Deviation: Elias codes of the original are replaced by the entropy coder that al
 from __future__ import annotations
 
 import math
+from functools import partial
 
 import numpy as np
 
@@ -31,11 +32,7 @@ STEP = 0.4  # in root-mean-squares of what is kept; about the least error at thi
 
 def encode(update: State, upload: Upload) -> bytes:
     """Top-k, then stochastic levels."""
-
-    def levels(flat: Floats, ranked: Ranked, count: int) -> Sparse:
-        return quantize(flat, ranked, count, upload.seed)
-
-    return encode_largest(update, upload, levels, per_byte=1.0)
+    return encode_largest(update, upload, partial(quantize, seed=upload.seed), per_byte=1.0)
 
 
 def quantize(flat: Floats, ranked: Ranked, count: int, seed: int) -> Sparse:

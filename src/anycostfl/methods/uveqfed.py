@@ -12,6 +12,7 @@ Deviation: the seed is derived from what binds the payload to its plan, so it ne
 
 from __future__ import annotations
 
+from functools import partial
 from hashlib import blake2s
 
 import numpy as np
@@ -65,11 +66,7 @@ def _inside(random: np.random.Generator, pairs: int) -> Doubles:
 
 def encode(update: State, upload: Upload) -> bytes:
     """Top-k, then the dithered lattice."""
-
-    def points(flat: Floats, ranked: Ranked, count: int) -> Sparse:
-        return quantize(flat, ranked, count, upload.binding)
-
-    return encode_largest(update, upload, points, per_byte=1.0)
+    return encode_largest(update, upload, partial(quantize, binding=upload.binding), per_byte=1.0)
 
 
 def quantize(flat: Floats, ranked: Ranked, count: int, binding: bytes) -> Sparse:
