@@ -363,7 +363,7 @@ class RoundRecord:
 
     @property
     def bytes_down(self) -> int:
-        """All sub-models."""
+        """All sub-models, or steps to the public model."""
         return sum(d.bytes_down for d in self.devices)
 
     @property

@@ -56,7 +56,7 @@ def compare(
     seeds: Annotated[int, typer.Option(help="Runs of each method: seeds 0, 1, …")] = 1,
     target: Target = None,
     rounds: Rounds = None,
-    rates: Annotated[str, typer.Option(help="Learning rates to choose from, else as the preset says")] = "",
+    rates: Annotated[str, typer.Option(help="Learning rates to try each, with commas")] = "",
     trial: Annotated[int, typer.Option(help="Rounds after which a rate is judged")] = 30,
     full: Annotated[bool, typer.Option("--full", help="Go on beyond the target")] = False,
     set_: Overrides = None,
