@@ -65,7 +65,7 @@ def play(config: Config, *, workers: int = 1, start: Snapshot | None = None) -> 
 
             replies = executor.perform([a.job(memories, liars) for a in assignments])
             outcomes = receive(method, assignments, replies)
-            outcomes = screen(method, outcomes, config.aggregation, tensors_of(net.module))
+            outcomes = screen(method, outcomes, config.aggregation, tensors_of(net.module), bench)
             updates = accepted(method, outcomes, config.aggregation)
             state, velocity = advance(tensors_of(net.module), updates, config.aggregation, velocity)
             net.load(state)

@@ -156,7 +156,7 @@ def play(
             pace.note("slowest_device_s", max((a.busy_s for a in answers), default=0.0))
             replies = (answer.reply for answer in answers)
             outcomes = enough(receive(method, assignments, replies), terms.min_replies)
-            outcomes = screen(method, outcomes, config.aggregation, tensors_of(net.module))
+            outcomes = screen(method, outcomes, config.aggregation, tensors_of(net.module), bench)
             updates = accepted(method, outcomes, config.aggregation)
             state, velocity = advance(tensors_of(net.module), updates, config.aggregation, velocity)
             net.load(state)

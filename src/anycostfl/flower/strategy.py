@@ -135,7 +135,7 @@ class AnycostStrategy(Strategy):
         ]
         net, method, rules = self._side.net, self._side.method, self.config.aggregation
         outcomes = receive(method, sent.assignments, (answer.reply for answer in answers))
-        outcomes = screen(method, outcomes, rules, tensors_of(net.module))
+        outcomes = screen(method, outcomes, rules, tensors_of(net.module), self._bench)
         updates = accepted(method, outcomes, rules)
         state, self._velocity = advance(tensors_of(net.module), updates, rules, self._velocity)
         net.load(state)
