@@ -18,22 +18,23 @@ from anycostfl.workers import Job, Reply
 LIES = ("", "garbage", "stale", "width", "nan", "")  # by the round
 honest = Device.perform
 MOST_TENSORS = 100
-earlier: list[bytes] = []
+bindings: list[bytes] = []
 
 
 def perform(device: Device, task: Task, memory: State | None) -> Reply:
     """What a device with a key sends if it wants to."""
+    bindings.append(task.upload.binding)
     reply = honest(device, task, memory)
     lie = LIES[task.ask.round % len(LIES)]
     if lie == "garbage":
         return replace(reply, payload=bytes(range(256)) * (len(reply.payload) // 256))
     if lie == "stale":
-        return replace(reply, payload=earlier[0])
+        stale = replace(task.upload, binding=bindings[0])
+        return honest(device, replace(task, upload=stale), memory)
     if lie == "width":
         return another_width(device, task)
     if lie == "nan":
         return replace(reply, payload=with_nan(reply.payload))
-    earlier.append(reply.payload)
     return reply
 
 
