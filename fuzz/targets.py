@@ -325,7 +325,7 @@ def message_target() -> Target:
         return records
 
     def dump(records: Any) -> bytes:
-        return recorddict_to_proto(records).SerializeToString()
+        return bytes(recorddict_to_proto(records).SerializeToString())
 
     def load(data: bytes) -> Any:
         return recorddict_from_proto(ProtoRecordDict.FromString(data))
