@@ -61,11 +61,19 @@ def strike(name: str, times: int, seed: int) -> Report:
             report: Report = drill(Order(times, Path(folder), seed))
         except AssertionError as error:  # waited for in vain
             report = Report(name, lost=[str(error)])
+        if report.lost:
+            show_logs(Path(folder))
     seconds = time.monotonic() - begun
     words = "; ".join(report.lost) or "nothing"
     cells: Sequence[object] = (report.fault, report.injected, words, report.note, f"{seconds:.0f}")
     print("| " + " | ".join(map(str, cells)) + " |", flush=True)
     return report
+
+
+def show_logs(folder: Path) -> None:
+    """What the processes of a drill said last."""
+    for path in sorted(folder.glob("**/*.log")):
+        print(path.name, *path.read_text().splitlines()[-12:], sep="\n  ", file=sys.stderr)
 
 
 if __name__ == "__main__":

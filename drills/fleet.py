@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import signal
 import subprocess
-import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import replace
@@ -91,8 +90,6 @@ class Fleet:
         report.note = (
             f"{missed + seats - sum(len(r.devices) for r in records)} of {seats} replies late"
         )
-        for path in sorted(self.folder.glob("**/*.log")) if report.lost else ():
-            print(path.name, *path.read_text().splitlines()[-12:], sep="\n  ", file=sys.stderr)
         if exact and not report.lost:
             report.expect(self._is_as_simulated(records), "a result that is not as simulated")
 

@@ -29,6 +29,7 @@ PLAN: dict[str, tuple[int, ...]] = {
 }
 BINDING = b"run 1, round 2, device 3"
 HEADER, TAIL = 22, 4
+TAKEN = "taken"
 Mutation = Callable[[bytes, random.Random], bytes]
 
 
@@ -180,16 +181,16 @@ def range_of(payload: bytes) -> tuple[float, float]:
     return (frame.grid.u_min, frame.grid.u_max) if frame else (0.0, 0.0)
 
 
-def survives(payload: bytes) -> bool:
-    """Whether it decodes; if so, everything about the result must hold.
+def outcome(payload: bytes) -> str:
+    """What the decoder says; `TAKEN` if it decodes, and then everything about it must hold.
 
     Raises:
         AssertionError: If it decodes to something out of shape, range or mask.
     """
     try:
         update = decompress(payload, PLAN, binding=BINDING)
-    except PayloadError:
-        return False
+    except PayloadError as error:
+        return str(error)
     low, high = range_of(payload)
     for name, shape in PLAN.items():
         value, mask = update.values[name], update.masks[name]
@@ -197,4 +198,9 @@ def survives(payload: bytes) -> bool:
         good = value.shape == mask.shape == shape and not bool(value[~mask].any())
         if not good or not bool(((size >= low) & (size <= high)).all()):
             raise AssertionError(f"{name} of {payload.hex()}")
-    return True
+    return TAKEN
+
+
+def survives(payload: bytes) -> bool:
+    """Whether it decodes."""
+    return outcome(payload) == TAKEN

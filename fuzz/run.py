@@ -2,6 +2,7 @@
 
 python fuzz/run.py --cases 10000000                        # all parsers, in turns
 python fuzz/run.py --target journal --cases 1000000        # one of them, see targets.py
+python fuzz/run.py --cases 200000 --keep fuzz/corpus       # keep an input for all a parser can say
 NUMBA_DISABLE_JIT=1 python fuzz/run.py --target kernel --cases 50000  # a stray index raises
 """
 
@@ -10,12 +11,43 @@ from __future__ import annotations
 import argparse
 import random
 import resource
+import sys
 import time
 import warnings
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
 
-from targets import SLOW, Case, targets
+import kept
+from mutations import TAKEN
+from targets import SLOW, Target, targets
 
-TURN = 20_000  # cases of one parser before it is the next one's turn; of slow ones a tenth
+TURN = 20_000  # cases of one parser before it is the next one's turn, fewer of slow ones
+
+
+@dataclass(slots=True)
+class Tally:
+    """What happened to one parser so far."""
+
+    cases: int = 0
+    taken: int = 0
+    slowest_s: float = 0.0
+    grown_kib: int = 0  # how far the highest memory of the process rose in its turns
+    kept: dict[str, Any] = field(default_factory=dict)  # an input for all that it says
+
+    def turn(self, target: Target, count: int, dice: random.Random) -> None:
+        """So many more cases."""
+        before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+        clock, spoil, says = time.thread_time, target.spoil, target.says
+        for _ in range(count):
+            spoilt, begun = spoil(dice), clock()
+            said = says(spoilt)
+            self.slowest_s = max(self.slowest_s, clock() - begun)
+            self.taken += said == TAKEN
+            self.kept.setdefault(kept.kind_of(said), spoilt)
+        self.cases += count
+        self.grown_kib += resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before
 
 
 def main() -> None:
@@ -25,35 +57,53 @@ def main() -> None:
     parser.add_argument("--target", choices=["all", *known], default="all")
     parser.add_argument("--cases", type=int, default=100_000)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--keep", type=Path, help="a folder for inputs worth replaying")
+    parser.add_argument("--out", type=Path, help="a file for the table, written after every turn")
     args = parser.parse_args()
-    cases = {name: known[name]() for name in known if args.target in ("all", name)}
+    chosen = {name: known[name]() for name in known if args.target in ("all", name)}
     warnings.simplefilter("error")
-    for name, case in cases.items():
-        turn(case, name, 100, -1)  # what is loaded or compiled at first use is no growth
-    print("| parser | seed | cases | taken | slowest, ms | memory, KiB | all cases |")
-    print("|---|---|---|---|---|---|---|", flush=True)
+    for name, target in chosen.items():  # what is loaded or compiled at first use is no growth
+        Tally().turn(target, 100, random.Random(f"{name} warm"))
+    tallies = {name: Tally() for name in chosen}
+    play(chosen, tallies, args)
+    if args.keep:
+        for name, tally in tallies.items():
+            kept.write(args.keep, name, chosen[name], tally.kept)
+    print(table(tallies))
+
+
+def play(
+    chosen: Mapping[str, Target], tallies: Mapping[str, Tally], args: argparse.Namespace
+) -> None:
+    """All cases, the parsers in turns."""
     done, seed = 0, args.seed
     while done < args.cases:
-        for name, case in cases.items():
-            count = min(TURN // 10 if name in SLOW else TURN, args.cases - done)
+        for name, target in chosen.items():
+            count = min(TURN // SLOW.get(name, 1), args.cases - done)
+            tallies[name].turn(target, count, random.Random(f"{name} {seed}"))
             done += count
-            if count:
-                print(f"| {name} | {seed} | {count} | {turn(case, name, count, seed)} | {done} |")
-        print(end="", flush=True)
         seed += 1
+        print(f"{done} cases, seeds {args.seed} to {seed - 1}", file=sys.stderr, flush=True)
+        if args.out:
+            args.out.write_text(table(tallies) + "\n")
 
 
-def turn(case: Case, name: str, count: int, seed: int) -> str:
-    """So many cases by one seed: how many were taken, the slowest, how far memory rose."""
-    dice = random.Random(f"{name} {seed}")
-    memory = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    taken, slowest = 0, 0.0
-    for _ in range(count):
-        begun = time.thread_time()
-        taken += case(dice)[1]
-        slowest = max(slowest, time.thread_time() - begun)
-    grown = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - memory
-    return f"{taken} | {1e3 * slowest:.1f} | {grown}"
+def table(tallies: Mapping[str, Tally]) -> str:
+    """One line a parser, and all of them together."""
+    rows = [
+        f"| {name} | {t.cases:,} | {t.taken:,} | {len(t.kept)} | {1e3 * t.slowest_s:.0f} | "
+        f"{t.grown_kib / 1024:.1f} |"
+        for name, t in tallies.items()
+    ]
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+    every = tallies.values()
+    total = (
+        f"| all | {sum(t.cases for t in every):,} | {sum(t.taken for t in every):,} | "
+        f"{sum(len(t.kept) for t in every)} | {1e3 * max(t.slowest_s for t in every):.0f} | "
+        f"{sum(t.grown_kib for t in every) / 1024:.1f} of {peak:.0f} |"
+    )
+    head = "| parser | cases | taken | different answers | slowest, ms | memory grew, MiB |"
+    return "\n".join([head, "|---|---|---|---|---|---|", *rows, total])
 
 
 if __name__ == "__main__":

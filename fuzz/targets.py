@@ -7,8 +7,8 @@
     config       TOML
     message      Flower's records, as they come from a device and from a server
 
-A target is a function from dice to one case: it makes a spoilt input and feeds it to the parser. It
-says whether the input was taken; any exception but the parser's own ends the fuzzing.
+A target makes a spoilt input from dice, and says what the parser says to one. Any exception but the
+parser's own ends the fuzzing.
 """
 
 from __future__ import annotations
@@ -19,7 +19,8 @@ import logging
 import random
 import string
 import tempfile
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -32,15 +33,50 @@ from anycostfl.codec import CODECS
 from anycostfl.codec.frame import _HEADER as HEADER
 from anycostfl.config import load_preset, parse_config, to_toml
 from anycostfl.errors import ConfigError, PayloadError
+from anycostfl.gate import Gate, bench_of
 from anycostfl.methods import Upload
 from anycostfl.records import DAMAGE, Checkpoint, RunWriter, parse_journal, read_checkpoint
 from anycostfl.types import DeviceRecord, Devices, RoundRecord, make_devices
-from mutations import BINDING, PLAN, extend, flip, forge_header, noise, overwrite, seal, truncate
+from mutations import (
+    BINDING,
+    PLAN,
+    TAKEN,
+    extend,
+    flip,
+    forge_header,
+    noise,
+    overwrite,
+    seal,
+    truncate,
+)
 
-SLOW = ("config", "message")
+SLOW = {  # how many times fewer cases these get
+    "kernel+": 2, "lowrank": 2, "heterofl": 2, "journal": 2, "checkpoint": 5, "config": 20,
+    "message": 20,
+}  # fmt: skip
 Dice = random.Random
-Case = Callable[[Dice], tuple[str, bool]]
-"""One case: what was done, and whether the parser took it."""
+
+
+class Found(Exception):  # noqa: N818 - reads as what happened
+    """An input that a parser does not survive."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Target:
+    """One parser: a spoilt input from dice, what the parser says to an input, inputs as bytes."""
+
+    spoil: Callable[[Dice], Any]
+    outcome: Callable[[Any], str]
+    dump: Callable[[Any], bytes] = bytes
+    load: Callable[[bytes], Any] = bytes
+
+    def says(self, spoilt: Any) -> str:
+        """What the parser says, `TAKEN` if it takes the input; one that breaks it is shown."""
+        try:
+            return self.outcome(spoilt)
+        except BaseException as error:
+            raise Found(repr(spoilt)[:4000]) from error
+
 
 TEXT_BITS = (
     "nan", "-1", "1e999", "null", "[]", "{}", '""', "true", "0x10", '"\\u0000"', "[[", "}}", "\n",
@@ -48,17 +84,15 @@ TEXT_BITS = (
 )  # fmt: skip
 
 
-def spoil_bytes(data: bytes, dice: Dice) -> tuple[str, bytes]:
+def spoil_bytes(data: bytes, dice: Dice) -> bytes:
     """One to three blind mutations."""
-    names = []
     for _ in range(dice.randint(1, 3)):
         mutate = dice.choice((flip, overwrite, truncate, extend))
-        names.append(mutate.__name__)
         data = mutate(data, dice) if len(data) > 8 else noise(data, dice)
-    return names[0], data
+    return data
 
 
-def spoil_text(text: str, dice: Dice) -> tuple[str, str]:
+def spoil_text(text: str, dice: Dice) -> str:
     """Insert, replace, drop or swap pieces of a text, or damage its characters."""
     for _ in range(dice.randint(1, 3)):
         at, how = dice.randrange(len(text) + 1), dice.randrange(5)
@@ -73,24 +107,21 @@ def spoil_text(text: str, dice: Dice) -> tuple[str, str]:
             text = text[:at] + text[at:end] * dice.choice((2, 2, 3, 50)) + text[end:]
         else:
             text = text[:at] + dice.choice(string.printable) + text[at + 1 :]
-    return ("insert", "replace", "drop", "repeat", "character")[how], text
+    return text
 
 
 # --- payloads -------------------------------------------------------------------------------------
 
 
-def codec_case(codec: str) -> Case:
+def codec_target(codec: str) -> Target:
     """One codec of AnycostFL, as fuzz/guided.py has it."""
     valid = mutations.valid_payloads(codec)
-
-    def case(dice: Dice) -> tuple[str, bool]:
-        name, spoilt = mutations.spoil(dice.choice(valid), dice)
-        return name, checked(mutations.survives, spoilt)
-
-    return case
+    return Target(
+        lambda dice: mutations.spoil(dice.choice(valid), dice)[1], outcome=mutations.outcome
+    )
 
 
-def method_case(name: str) -> Case:
+def method_target(name: str) -> Target:
     """The payload of one method."""
     method = methods.load(name)
     draw = torch.Generator().manual_seed(0)
@@ -106,26 +137,24 @@ def method_case(name: str) -> Case:
         for beta in (0.15, 0.3, 1.0)
     ]
 
-    def survives(payload: bytes) -> bool:
+    def outcome(payload: bytes) -> str:
         try:
             update = method.decode(payload, PLAN, BINDING)
-        except PayloadError:
-            return False
+        except PayloadError as error:
+            return str(error)
         for key, shape in PLAN.items():
             value, mask = update.values[key], update.masks[key]
             if not (value.shape == mask.shape == shape) or not bool(torch.isfinite(value).all()):
                 raise AssertionError(key)
-        return True
+        return TAKEN
 
-    def case(dice: Dice) -> tuple[str, bool]:
+    def spoil(dice: Dice) -> bytes:
         payload = dice.choice(valid)
         mutate = dice.choice((flip, overwrite, truncate, extend, forge_header, noise, in_body))
         spoilt = mutate(payload, dice)
-        sealed = dice.random() < 0.7
-        spoilt = seal(spoilt) if sealed else spoilt
-        return mutate.__name__ + (" sealed" if sealed else ""), checked(survives, spoilt)
+        return seal(spoilt) if dice.random() < 0.7 else spoilt
 
-    return case
+    return Target(spoil, outcome)
 
 
 def in_body(payload: bytes, dice: Dice) -> bytes:
@@ -137,7 +166,7 @@ def in_body(payload: bytes, dice: Dice) -> bytes:
 # --- files ----------------------------------------------------------------------------------------
 
 
-def journal_case() -> Case:
+def journal_target() -> Target:
     """Two copies of a journal, of which one or both are spoilt."""
     device = DeviceRecord(
         3, "refused: damaged: x", 20, 1.0, 1e6, 0.1, binds=("energy",), surplus=("duplicate: x",)
@@ -146,7 +175,7 @@ def journal_case() -> Case:
     lines = [json.dumps(dataclasses.asdict(r)) for r in rounds]
     whole = "\n".join(lines)
 
-    def survives(copies: Sequence[bytes]) -> bool:
+    def outcome(copies: tuple[bytes, bytes]) -> str:
         remarks: list[str] = []
         records = list(parse_journal([copy.splitlines() for copy in copies], remarks))
         if [r.round for r in records] != list(range(len(records))):
@@ -155,19 +184,27 @@ def journal_case() -> Case:
             for told in record.devices:
                 told.status.startswith("ok")
                 hash((told, float(told.latency_s + told.energy_j)))
-        return not remarks
+        bench_of(records, Gate())
+        return remarks[0] if remarks else TAKEN
 
-    def case(dice: Dice) -> tuple[str, bool]:
-        spoilt = spoil_text(whole, dice) if dice.random() < 0.7 else None
-        name, one = spoilt if spoilt else ("bytes", "")
-        first = one.encode("utf-8", "replace") if spoilt else spoil_bytes(whole.encode(), dice)[1]
-        second = dice.choice((b"", whole.encode(), first))
-        return name, checked(survives, (first, second))
+    def spoil(dice: Dice) -> tuple[bytes, bytes]:
+        if dice.random() < 0.7:
+            first = spoil_text(whole, dice).encode("utf-8", "replace")
+        else:
+            first = spoil_bytes(whole.encode(), dice)
+        return first, dice.choice((b"", whole.encode(), first))
 
-    return case
+    def dump(copies: tuple[bytes, bytes]) -> bytes:
+        return len(copies[0]).to_bytes(4, "little") + copies[0] + copies[1]
+
+    def load(data: bytes) -> tuple[bytes, bytes]:
+        middle = 4 + int.from_bytes(data[:4], "little")
+        return data[4:middle], data[middle:]
+
+    return Target(spoil, outcome, dump, load)
 
 
-def checkpoint_case() -> Case:
+def checkpoint_target() -> Target:
     """A checkpoint of a tiny model; half of the mutations hit the header, which is JSON."""
     folder = Path(tempfile.mkdtemp(prefix="fuzz-"))
     writer = RunWriter.create(folder / "run", "")
@@ -178,55 +215,50 @@ def checkpoint_case() -> Case:
     valid, spoilt_path = path.read_bytes(), folder / "spoilt.safetensors"
     length = int.from_bytes(valid[:8], "little")
 
-    def survives(data: bytes) -> bool:
+    def outcome(data: bytes) -> str:
         spoilt_path.write_bytes(data)
         try:
             found = read_checkpoint(spoilt_path)
-        except DAMAGE:
-            return False
+        except DAMAGE as error:
+            return str(error)
         if found.rounds < 0 or not isinstance(found.rounds, int):
             raise AssertionError("rounds")
-        return True
+        return TAKEN
 
-    def case(dice: Dice) -> tuple[str, bool]:
+    def spoil(dice: Dice) -> bytes:
         if dice.random() < 0.5:
-            name, data = spoil_bytes(valid, dice)
-        else:
-            name, head = spoil_text(valid[8 : 8 + length].decode(), dice)
-            text = head.encode("utf-8", "replace")
-            size = len(text) if dice.random() < 0.8 else dice.randrange(1 << 62)
-            data = size.to_bytes(8, "little") + text + valid[8 + length :]
-        return name, checked(survives, data)
+            return spoil_bytes(valid, dice)
+        text = spoil_text(valid[8 : 8 + length].decode(), dice).encode("utf-8", "replace")
+        size = len(text) if dice.random() < 0.8 else dice.randrange(1 << 62)
+        return size.to_bytes(8, "little") + text + valid[8 + length :]
 
-    return case
+    return Target(spoil, outcome)
 
 
-def config_case() -> Case:
+def config_target() -> Target:
     """The demo preset as TOML."""
     valid = to_toml(load_preset("demo"))
 
-    def survives(text: str) -> bool:
+    def outcome(text: str) -> str:
         try:
             config = parse_config(text, "fuzz")
-        except ConfigError:
-            return False
+        except ConfigError as error:
+            return str(error)
         if parse_config(to_toml(config), "again") != config:
             raise AssertionError("written and read again it is another")
-        return True
+        return TAKEN
 
-    def case(dice: Dice) -> tuple[str, bool]:
-        name, text = spoil_text(valid, dice)
-        return name, checked(survives, text)
-
-    return case
+    return Target(lambda dice: spoil_text(valid, dice), outcome, str.encode, bytes.decode)
 
 
 # --- messages -------------------------------------------------------------------------------------
 
 
-def message_case() -> Case:
+def message_target() -> Target:
     """Records with parts dropped, swapped and retyped, read as all kinds of message."""
     from flwr.app import Array, ArrayRecord, ConfigRecord, RecordDict  # noqa: PLC0415 - optional
+    from flwr.common.serde import recorddict_from_proto, recorddict_to_proto  # noqa: PLC0415
+    from flwr.proto.recorddict_pb2 import RecordDict as ProtoRecordDict  # noqa: PLC0415
 
     from anycostfl.flower import messages  # noqa: PLC0415 - optional
 
@@ -244,7 +276,7 @@ def message_case() -> Case:
     )  # fmt: skip
     dtypes = ("float32", "int64", "uint8", "bool", "object", "Tensor", "nn", "float8_e5m2", "")
 
-    def spoil(records: Any, dice: Dice) -> str:
+    def spoil_once(records: Any, dice: Dice) -> None:
         names = list(records)
         how, key = dice.randrange(6), dice.choice(names) if names else "x"
         record = records.get(key)
@@ -267,7 +299,6 @@ def message_case() -> Case:
             records[dice.choice(("ask", "task", "result", "offer", "order", "w"))] = ConfigRecord(
                 {"a": 1}
             )
-        return ("drop record", "drop field", "retype", "array", "empty", "foreign")[how]
 
     readers: tuple[Callable[[Any], object], ...] = (
         messages.read_task,
@@ -277,51 +308,43 @@ def message_case() -> Case:
         partial(messages.read_state, key="order"),
     )
 
-    def survives(records: Any) -> bool:
-        taken = 0
+    def outcome(records: Any) -> str:
+        words = []
         for read in readers:
             try:
                 read(records)
-                taken += 1
-            except messages.MessageError:
-                continue
-        return taken > 1  # the state reads as empty wherever there is none
+            except messages.MessageError as error:
+                words.append(str(error))
+        # The state reads as empty wherever there is none.
+        return TAKEN if len(words) < len(readers) - 1 else words[-1]
 
-    def case(dice: Dice) -> tuple[str, bool]:
+    def spoil(dice: Dice) -> Any:
         records = dice.choice(valid)()  # type: ignore[no-untyped-call]  # Flower is untyped
         for _ in range(dice.randint(1, 4)):
-            try:
-                name = spoil(records, dice)
-            except (TypeError, ValueError):  # Flower itself does not let such a record be made
-                name = "not a record"
-        return name, checked(survives, records)
+            with suppress(TypeError, ValueError):  # Flower itself does not let such a record be
+                spoil_once(records, dice)
+        return records
 
-    return case
+    def dump(records: Any) -> bytes:
+        return bytes(recorddict_to_proto(records).SerializeToString())
+
+    def load(data: bytes) -> Any:
+        return recorddict_from_proto(ProtoRecordDict.FromString(data))
+
+    return Target(spoil, outcome, dump, load)
 
 
 # --- all of them ----------------------------------------------------------------------------------
 
 
-class Found(Exception):  # noqa: N818 - reads as what happened
-    """An input that a parser does not survive."""
-
-
-def checked(survives: Callable[[Any], bool], spoilt: Any) -> bool:
-    """Whether the input is taken; one that breaks something is shown."""
-    try:
-        return survives(spoilt)
-    except BaseException as error:
-        raise Found(repr(spoilt)[:4000]) from error
-
-
-def targets() -> Mapping[str, Callable[[], Case]]:
-    """How to make the cases of each parser."""
+def targets() -> Mapping[str, Callable[[], Target]]:
+    """How to make the target of each parser."""
     others = [name for name in methods.names() if name != "anycostfl"]
     return {
-        **{codec: partial(codec_case, codec) for codec in CODECS},
-        **{name: partial(method_case, name) for name in others},
-        "journal": journal_case,
-        "checkpoint": checkpoint_case,
-        "config": config_case,
-        "message": message_case,
+        **{codec: partial(codec_target, codec) for codec in CODECS},
+        **{name: partial(method_target, name) for name in others},
+        "journal": journal_target,
+        "checkpoint": checkpoint_target,
+        "config": config_target,
+        "message": message_target,
     }

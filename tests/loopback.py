@@ -8,7 +8,7 @@ import subprocess
 import sys
 import time
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
@@ -24,11 +24,13 @@ class Loopback:
         self.started: list[subprocess.Popen[bytes]] = []
         self._mark = f"{MARK}={uuid.uuid4().hex}"
 
-    def start(self, name: str, *arguments: str) -> subprocess.Popen[bytes]:
+    def start(
+        self, name: str, *arguments: str, program: Sequence[str] = PROGRAM
+    ) -> subprocess.Popen[bytes]:
         key, _, value = self._mark.partition("=")
         with (self.folder / f"{name}.log").open("ab") as file:
             process = subprocess.Popen(
-                [*PROGRAM, *arguments],
+                [*program, *arguments],
                 cwd=self.folder,
                 env={**os.environ, key: value, "OMP_NUM_THREADS": "1", "TERM": "dumb"},
                 stdin=subprocess.DEVNULL,

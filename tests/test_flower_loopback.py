@@ -5,7 +5,8 @@ from __future__ import annotations
 import os
 import signal
 import subprocess
-from collections.abc import Iterator
+import sys
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
@@ -19,10 +20,18 @@ from anycostfl.flower.keys import KeyFolder, make_keys
 from anycostfl.records import read_run
 from anycostfl.simulate import play
 from anycostfl.types import RoundRecord
-from loopback import Loopback, loopback, wait_until
+from liar import LIES
+from loopback import PROGRAM, Loopback, loopback, wait_until
 from small_runs import small_config, small_overrides
 from test_flower import off_the_wire
 
+REFUSALS = {
+    "": "ok",
+    "garbage": "refused: malformed: not a payload",
+    "stale": "refused: foreign: the payload is bound to another run, round, device or plan",
+    "width": "refused: foreign: the payload was made for other parameter names or shapes",
+    "nan": "refused: malformed: range [",
+}
 FOUR = ("fleet.devices=4", "fleet.cohort=4", "fleet.energy_max_j=0.03")
 
 
@@ -50,13 +59,15 @@ class Fleet:
         where = ["--host", "127.0.0.1", "--port", str(self.port)]
         return self.processes.start("serve", "serve", *what, *where, *options)
 
-    def join(self, device: int, key: Path | None = None) -> subprocess.Popen[bytes]:
+    def join(
+        self, device: int, key: Path | None = None, program: Sequence[str] = PROGRAM
+    ) -> subprocess.Popen[bytes]:
         return self.processes.start(
             f"d{device}" if key is None else key.name,
             "join", f"127.0.0.1:{self.port}", "--device", str(device),
             "--key", str(key or self.keys.device(f"d{device}")),
             "--trust", str(self.keys.authority),
-            "--data", str(self.folder / "stripes.npz"), "--threads", "1",
+            "--data", str(self.folder / "stripes.npz"), "--threads", "1", program=program,
         )  # fmt: skip
 
     def records(self) -> tuple[RoundRecord, ...]:
@@ -105,6 +116,23 @@ def test_four_widths_over_tls_with_keys_as_simulated_and_a_stranger_is_refused(
     stranger.terminate()
     ends(stranger, 20)
     wait_until(lambda: not processes.pids(), 20, "every process is gone")
+
+
+@pytest.mark.slow
+def test_a_device_that_lies_in_every_way_is_refused_and_the_run_goes_on(
+    processes: Loopback,
+) -> None:
+    fleet = Fleet(processes, f"run.rounds={len(LIES)}", "gate.strikes=0")  # or it would be benched
+    server = fleet.serve()
+    for i in range(3):
+        fleet.join(i)
+    fleet.join(3, program=[sys.executable, str(Path(__file__).with_name("liar.py"))])
+    assert ends(server, 300) == 0, processes.log("serve")
+    told = [{d.device: d.status for d in record.devices} for record in fleet.records()]
+    assert len(told) == len(LIES)
+    assert all(statuses[i] == "ok" for statuses in told for i in range(3))
+    for lie, statuses in zip(LIES, told, strict=True):
+        assert statuses[3].startswith(REFUSALS[lie]), (lie, statuses[3])
 
 
 # --- drills: what is killed comes back, and nothing is lost ---------------------------------------

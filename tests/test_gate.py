@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -12,11 +13,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from anycostfl import methods
+from anycostfl.aggregate import Rules
+from anycostfl.config import to_toml
+from anycostfl.coupling import tensors_of
 from anycostfl.experiment import prepare
 from anycostfl.fleet import draw_cohort
-from anycostfl.gate import Bench, Gate, bench_of
+from anycostfl.gate import Agreed, Bench, Gate, bench_of
 from anycostfl.records import RunWriter, totals
-from anycostfl.rounds import DUPLICATE, MOST_SURPLUS, Assignment, assign, receive
+from anycostfl.rounds import DUPLICATE, MOST_SURPLUS, Assignment, Outcome, assign, receive, screen
 from anycostfl.runs import Turn, keep, take_up
 from anycostfl.simulate import play
 from anycostfl.types import DeviceRecord, RoundRecord
@@ -80,6 +84,70 @@ def test_whoever_is_used_at_least_as_often_is_never_benched(
         if worst == strikes:
             break
     assert bool(bench.back) == (worst >= strikes)
+
+
+# --- agreement ------------------------------------------------------------------------------------
+
+
+def agreed(number: int, **cosines: float | None) -> RoundRecord:
+    devices = [
+        DeviceRecord(int(d[1:]), "ok", 1, 0.0, 1.0, 1.0, agreement=cosine)
+        for d, cosine in cosines.items()
+    ]
+    return RoundRecord(number, None, tuple(devices))
+
+
+def test_agreements_of_all_rounds_of_a_device_are_added_up_beside_the_medians() -> None:
+    rounds = [
+        agreed(0, d1=0.5, d2=0.25, d3=-0.5),  # median 0.25
+        agreed(1, d1=0.75, d3=-0.25, d4=None),  # median 0.25
+        agreed(2, d4=None),
+        agreed(3, d2=0.125, d3=0.125, d4=0.125, d5=0.125),
+    ]
+    assert bench_of(rounds, Gate()).agreed == {
+        1: Agreed(1.25, 0.5),
+        2: Agreed(0.375, 0.375),
+        3: Agreed(-0.625, 0.625),
+        4: Agreed(0.125, 0.125),
+        5: Agreed(0.125, 0.125),
+    }
+
+
+def screened(folder: Path, bench: Bench, flipped: Sequence[int] = ()) -> dict[int, Outcome]:
+    """What becomes of the updates of a first round, by the place in the cohort."""
+    side, assignments, _ = first_round(folder)
+    lies = {assignments[i].device: "sign-flip" for i in flipped}
+    replies = InProcess(side).perform([a.job({}, lies) for a in assignments])
+    outcomes = receive(side.method, assignments, replies)
+    rules = Rules(clip=2.0, agree=0.2)
+    found = screen(side.method, outcomes, rules, tensors_of(side.net.module), bench)
+    return dict(enumerate(found))
+
+
+def test_one_round_leaves_out_a_device_nobody_knows_but_not_one_that_has_agreed_before(
+    tmp_path: Path,
+) -> None:
+    found = screened(tmp_path, Bench(), flipped=[0])
+    assert [o.status.partition(":")[0] for o in found.values()] == ["left out", "ok", "ok", "ok"]
+    cosines = [o.agreement for o in found.values() if o.agreement is not None]
+    assert len(cosines) == 4
+    usual = statistics.median(cosines)
+    device, cosine = found[0].assignment.device, cosines[0]
+    assert cosine < 0.2 * usual
+    # Just enough: own + cosine = 0.2 (others + median) in exact numbers, a little more here.
+    before = Agreed(0.2 * (1.0 + usual) - cosine + 1e-9, 1.0)
+    assert screened(tmp_path, Bench(agreed={device: before}), flipped=[0])[0].status == "ok"
+    less = Agreed(before.own - 2e-9, 1.0)
+    assert screened(tmp_path, Bench(agreed={device: less}), flipped=[0])[0].status != "ok"
+
+
+def test_who_pointed_away_before_is_left_out_though_it_agrees_now(tmp_path: Path) -> None:
+    honest = screened(tmp_path, Bench())
+    assert all(o.status == "ok" for o in honest.values())
+    device = honest[2].assignment.device
+    found = screened(tmp_path, Bench(agreed={device: Agreed(-2.0, 2.0)}))
+    assert found[2].status.startswith("left out: agrees with the others -0.")
+    assert found[2].agreement == honest[2].agreement  # it can still win back what it lost
 
 
 # --- the gate -------------------------------------------------------------------------------------
@@ -193,8 +261,6 @@ def test_a_run_goes_on_with_the_same_bench(tmp_path: Path, monkeypatch: pytest.M
         assert rest[-1].after.bench == whole[-1].after.bench
     assert whole[-1].after.bench == bench_of([t.record for t in whole], config.gate)
 
-    from anycostfl.config import to_toml
-
     writer = RunWriter.create(tmp_path / "run", to_toml(config))
     turns = keep(play(config), config, writer)
     for _ in range(5):
@@ -204,6 +270,25 @@ def test_a_run_goes_on_with_the_same_bench(tmp_path: Path, monkeypatch: pytest.M
     assert before.start is not None
     assert before.start.bench == whole[4].after.bench
     again = list(play(config, start=before.start))
+    for name, tensor in whole[-1].after.state.items():
+        assert torch.equal(tensor, again[-1].after.state[name])
+
+
+def test_a_run_goes_on_with_the_same_agreements(tmp_path: Path) -> None:
+    liars = ("attack.kind=sign-flip", "attack.share=0.25", "aggregation.agree=0.2")
+    config = small_config(tmp_path, "run.rounds=5", "run.checkpoint_every=1", *liars)
+    whole = list(play(config))
+    writer = RunWriter.create(tmp_path / "run", to_toml(config))
+    turns = keep(play(config), config, writer)
+    for _ in range(3):
+        next(turns)
+    turns.close()
+    start = take_up(tmp_path / "run").start
+    assert start is not None
+    assert start.bench == whole[2].after.bench
+    assert start.bench.agreed
+    again = list(play(config, start=start))
+    assert [t.record for t in again] == [t.record for t in whole[3:]]
     for name, tensor in whole[-1].after.state.items():
         assert torch.equal(tensor, again[-1].after.state[name])
 

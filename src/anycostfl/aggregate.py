@@ -53,8 +53,8 @@ class Rules:
     """How updates are put together; the first two hold against single devices, the rest costs more.
 
     clip: no update counts as larger than this many times its round's median; 0 is off.
-    agree: an update that points where the others point less than this share of the median update
-        does is left out; 0 is off.
+    agree: a device whose updates so far pointed where the others did less than this share of what
+        the median update does is left out; 0 is off.
     least: an element that fewer devices sent stays as it is.
     combine: `mean` is the paper's; `trimmed` and `median` take no weights and hold all updates of a
         round in memory.
@@ -77,7 +77,7 @@ class Rules:
 
 OPEN = Rules(clip=0.0)
 """The paper's rules: whatever arrives is believed."""
-DEFENCE = Rules(clip=1.0, agree=0.2)
+DEFENCE = Rules(clip=2.0, agree=0.2)
 """For fleets in which some devices lie (docs/security.md)."""
 
 

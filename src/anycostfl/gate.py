@@ -4,10 +4,15 @@ Strikes are counted from the journal alone, so a run that goes on knows them wit
 own. Only what was refused counts: a device that is late, gone, or says itself that it failed may
 have a bad link or a bad day. Every update that is used takes one strike back, so a device is
 benched if it is refused more often than it is used, not if that happens now and then in a long run.
+
+How far each device's updates pointed where the others' did is added up likewise, for
+`rounds.screen`: late in training, honest updates of one round often point apart, but liars lie in
+every round, and early rounds tell them surely.
 """
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Annotated
@@ -28,11 +33,28 @@ class Gate:
 
 
 @dataclass(frozen=True, slots=True)
+class Agreed:
+    """The sum of a device's agreements with others, and of the medians of the same rounds."""
+
+    own: float = 0.0
+    usual: float = 0.0
+
+    def with_round(self, cosine: float, median: float) -> Agreed:
+        """With one more round."""
+        return Agreed(self.own + cosine, self.usual + median)
+
+
+@dataclass(frozen=True, slots=True)
 class Bench:
-    """The strikes of every device that has any, and the round in which each benched one is back."""
+    """What earlier rounds say of devices.
+
+    The strikes of every device that has any, the round in which each benched one is back, and how
+    far each agreed with the others.
+    """
 
     strikes: Mapping[int, int] = field(default_factory=dict)
     back: Mapping[int, int] = field(default_factory=dict)
+    agreed: Mapping[int, Agreed] = field(default_factory=dict)
 
     def holds(self, device: int, number: int) -> bool:
         """Whether a device sits out in a round."""
@@ -53,7 +75,17 @@ class Bench:
                 count = rules.strikes - 1
             if count:
                 strikes[told.device] = count
-        return Bench(strikes, back)
+        return Bench(strikes, back, _agreed(self.agreed, record))
+
+
+def _agreed(before: Mapping[int, Agreed], record: RoundRecord) -> Mapping[int, Agreed]:
+    """The agreements with those of a round."""
+    found = {d.device: d.agreement for d in record.devices if d.agreement is not None}
+    if not found:
+        return before
+    median = statistics.median(found.values())
+    added = {i: before.get(i, Agreed()).with_round(own, median) for i, own in found.items()}
+    return {**before, **added}
 
 
 def _strikes(told: DeviceRecord) -> int:

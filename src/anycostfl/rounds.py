@@ -26,6 +26,7 @@ from anycostfl.aggregate import (
 from anycostfl.config import Config, to_toml
 from anycostfl.errors import PayloadError
 from anycostfl.fleet import Cohort
+from anycostfl.gate import Agreed, Bench
 from anycostfl.methods import Method, State, Upload, elements
 from anycostfl.shrink import WidthPlan, calibration_batches, recalibrate
 from anycostfl.types import (
@@ -122,7 +123,8 @@ OVERHEAD = 4096  # bytes of a payload that do not grow with the plan
 class Outcome:
     """What became of an assignment: its reply, "ok" or why it does not count, the update's size.
 
-    `surplus` says why further replies of the same device are refused.
+    `surplus` says why further replies of the same device are refused, `agreement` how far the
+    update points where the others' do.
     """
 
     assignment: Assignment
@@ -130,6 +132,7 @@ class Outcome:
     status: str
     size: float = 0.0
     surplus: tuple[str, ...] = ()
+    agreement: float | None = None
 
 
 def receive(
@@ -191,22 +194,34 @@ def accepted(method: Method, outcomes: Sequence[Outcome], rules: Rules) -> Itera
         yield Contribution(outcome.assignment.plan, update, outcome.assignment.weight)
 
 
-def screen(method: Method, outcomes: Sequence[Outcome], rules: Rules, like: State) -> list[Outcome]:
-    """Leave out updates that point away from the others, if the rules ask for it.
+def screen(
+    method: Method, outcomes: Sequence[Outcome], rules: Rules, like: State, bench: Bench
+) -> list[Outcome]:
+    """Leave out devices that point away from the others, if the rules ask for it.
 
-    Two alone cannot tell which of them lies.
+    One round tells little when updates have become small, so all rounds of a device count. Two
+    alone cannot tell which of them lies.
     """
     usable = [o for o in outcomes if o.status == "ok"]
     if not rules.agree or len(usable) <= 2:
         return list(outcomes)
-    found = agreements(like, lambda: accepted(method, usable, rules))
-    least = rules.agree * statistics.median(found)
-    away = {
-        o.assignment.device: f"left out: agrees with the others by {cosine:.3f}, not {least:.3f}"
-        for o, cosine in zip(usable, found, strict=True)
-        if cosine < least
-    }
-    return [replace(o, status=away.get(o.assignment.device, o.status)) for o in outcomes]
+    cosines = agreements(like, lambda: accepted(method, usable, rules))
+    usual = statistics.median(cosines)
+    found = {o.assignment.device: cosine for o, cosine in zip(usable, cosines, strict=True)}
+    return [
+        _weigh(o, found[o.assignment.device], usual, rules, bench) if o.status == "ok" else o
+        for o in outcomes
+    ]
+
+
+def _weigh(outcome: Outcome, cosine: float, usual: float, rules: Rules, bench: Bench) -> Outcome:
+    """An update with its agreement, left out if all of its device's so far come to too little."""
+    seen = bench.agreed.get(outcome.assignment.device, Agreed()).with_round(cosine, usual)
+    known = replace(outcome, agreement=cosine)
+    if seen.own >= rules.agree * seen.usual:
+        return known
+    share = seen.own / seen.usual if seen.usual else 0.0
+    return replace(known, status=f"left out: agrees with the others {share:.2f} times as usual")
 
 
 def describe(
@@ -250,6 +265,7 @@ def _describe_device(
         wire_bytes_down=outcome.reply.wire_bytes_down,
         binds=tuple(Binds(int(strategies.binds[i])).words()),
         surplus=outcome.surplus,
+        agreement=outcome.agreement,
     )
     return charge(done, devices, i, config.workload)
 

@@ -88,7 +88,7 @@ class Server:
     def absorb(self, outcomes: Sequence[Outcome]) -> list[Outcome]:
         """Move the global model by the updates that count (Sec. III-D); outcomes say which do."""
         net, rules = self.net, self.config.aggregation
-        outcomes = screen(self.method, outcomes, rules, tensors_of(net.module))
+        outcomes = screen(self.method, outcomes, rules, tensors_of(net.module), self.bench)
         updates = accepted(self.method, outcomes, rules)
         state, self.velocity = advance(tensors_of(net.module), updates, rules, self.velocity)
         net.load(state)

@@ -294,6 +294,7 @@ STATUSES: Mapping[str, str] = {
     "missing": "nothing came, or not in time",
     "failed": "the device says itself that it has no update",
     "refused": "what came is not an update of what was asked",
+    "left out": "its updates point away from those of the others",
     "unused": "the update is fine, but too few came to use it",
 }
 """How the status of a device begins, and what that means."""
@@ -325,6 +326,7 @@ class DeviceRecord:
     upload_j: float = 0.0
     binds: tuple[str, ...] = ()
     surplus: tuple[str, ...] = ()  # why further replies of the device in this round are refused
+    agreement: float | None = None  # cosine with the others' updates, where somebody looks at it
 
     @property
     def latency_s(self) -> float:

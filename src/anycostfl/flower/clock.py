@@ -2,12 +2,15 @@
 
 Flower's server takes a request only if it was signed with a time within five minutes of its own,
 and a reply only if it was made before its question lapsed, by the device's clock. So a device goes
-by the server's clock: a refusal says what time it is there, and whoever was wrong signs again. A
-reply is dated by its question and the seconds it took.
+by the server's clock: a refusal says what time it is there, and whoever was wrong signs again. That
+time is a second old at times, so a refusal just after the server's own clock was set says nothing
+yet, and the request is repeated a moment later. A reply is dated by its question and the seconds it
+took.
 """
 
 from __future__ import annotations
 
+import time
 from base64 import b64encode
 from datetime import UTC, datetime, timedelta
 from email.utils import parsedate_to_datetime
@@ -21,6 +24,8 @@ from flwr.supercore.primitives.asymmetric import public_key_to_bytes, sign_messa
 from flwr.supercore.protobuf.client import ProtobufCall, ProtobufRequestContext
 
 LEAST_S = 2.0  # a smaller difference between two clocks is not worth signing again
+STALE_S = 1.5  # how old the time in an answer may be: uvicorn looks at its clock once a second
+TRIES = 4  # of a request that is refused
 
 
 class Signature:
@@ -32,12 +37,19 @@ class Signature:
         self._behind = timedelta()  # this machine's clock, of the server's
 
     def intercept(self, context: ProtobufRequestContext, call_next: ProtobufCall) -> httpx.Response:
-        """Send a request signed; once more if it was refused and the clock proves wrong."""
-        believed = self._sign(context.request)
-        response = call_next(context)
-        if response.status_code == httpx.codes.UNAUTHORIZED and self._learn(response, believed):
-            self._sign(context.request)
+        """Send a request signed; again while it is refused and the clock may be why."""
+        waited = False
+        for _ in range(TRIES):
+            believed = self._sign(context.request)
             response = call_next(context)
+            if response.status_code != httpx.codes.UNAUTHORIZED:
+                break
+            if self._learn(response, believed):
+                continue
+            if waited:
+                break
+            time.sleep(STALE_S)
+            waited = True
         return response
 
     def _sign(self, request: httpx.Request) -> timedelta:

@@ -8,6 +8,7 @@ installed on the device, never code that a server sends.
 
 from __future__ import annotations
 
+import math
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -142,12 +143,13 @@ class Line:
             registration = RegisterNodeFleetRequest(public_key=public)
             with suppress(httpx.HTTPStatusError):  # it may be registered from an earlier time
                 self._patient(self._client.RegisterNode)(registration)
-        until = time.monotonic() + REFUSED_S
+        until = math.inf  # counts from the first refusal: the server may not have been there before
         while True:
             try:
                 answer = self._patient(self._client.ActivateNode)(request)
                 return Node(node_id=answer.node_id)
             except httpx.HTTPStatusError as error:
+                until = min(until, time.monotonic() + REFUSED_S)
                 if time.monotonic() > until:
                     raise Refused(
                         f"{self._address.server} refuses this device ({_why(error)}). Is its "
