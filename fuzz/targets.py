@@ -32,6 +32,7 @@ from anycostfl import methods
 from anycostfl.codec import CODECS
 from anycostfl.codec.frame import _HEADER as HEADER
 from anycostfl.config import load_preset, parse_config, to_toml
+from anycostfl.downlink import Step
 from anycostfl.errors import ConfigError, PayloadError
 from anycostfl.gate import Gate, bench_of
 from anycostfl.methods import Upload
@@ -267,7 +268,10 @@ def message_target() -> Target:
     offer = messages.Offer(3, 1, 10.0, make_devices(**row))
     ask = messages.Ask("summary = 'x'", 1)
     order = {"conv": torch.arange(4)}
-    task = messages.Task(ask, 3, 0.5, {"conv": 4}, Upload(0.1, 1, BINDING), 5, bytes(40), order)
+    steps = (Step(0, order, bytes(30)), Step(1, {}, b""))
+    download = messages.Download({"w": torch.ones(3)}, steps)
+    how = Upload(0.1, 1, BINDING)
+    task = messages.Task(ask, 3, 0.5, {"conv": 4}, how, 5, bytes(40), order, download)
     result = messages.Result(bytes(50), "", 0.5, True, offer)
     valid = [task.pack, result.pack, ask.pack, lambda: RecordDict({"offer": offer.pack()})]
     values: tuple[Any, ...] = (
@@ -296,8 +300,8 @@ def message_target() -> Target:
         elif how == 4:
             records[key] = dice.choice((ConfigRecord({}), ArrayRecord({})))
         else:
-            records[dice.choice(("ask", "task", "result", "offer", "order", "w"))] = ConfigRecord(
-                {"a": 1}
+            records[dice.choice(("ask", "task", "result", "offer", "order", "steps", "w"))] = (
+                ConfigRecord({"a": 1})
             )
 
     readers: tuple[Callable[[Any], object], ...] = (

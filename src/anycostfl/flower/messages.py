@@ -141,8 +141,9 @@ def read_download(records: RecordDict) -> Download:
             for name, array in arrays.items()
             if name.startswith(begin)
         }
-        payload = _bytes_of(records, "steps", f"{i}/payload", PAYLOAD)
-        steps.append(Step(number if isinstance(number, int) else -1, order, payload))
+        if not isinstance(number, int):
+            raise MessageError(f"a step of round {number!r}")
+        steps.append(Step(number, order, _bytes_of(records, "steps", f"{i}/payload", PAYLOAD)))
     return Download(read_state(records, "public"), tuple(steps))
 
 
