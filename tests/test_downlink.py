@@ -126,9 +126,9 @@ def test_a_device_is_sent_what_it_missed_or_all() -> None:
     assert ledger.download(2, step=7, whole=1000) == 20 + 7
     assert ledger.download(1, step=7, whole=1000) == 30 + 20 + 7
     assert ledger.download(1, step=7, whole=40) == 40
-    assert ledger.download(3, step=7, whole=1000) == 1000  # never here before
-    assert ledger.download(99, step=7, whole=1000) == 1000  # drawn, but sent nothing
-    assert Ledger().download(1, step=7, whole=1000) == 1000
+    assert ledger.download(3, step=7, whole=1000) == 5 + 30 + 20 + 7  # from the initial model
+    assert ledger.download(99, step=7, whole=1000) == 5 + 30 + 20 + 7  # drawn, but sent nothing
+    assert Ledger().download(1, step=7, whole=1000) == 7
 
 
 def test_only_those_who_were_sent_something_are_charged() -> None:

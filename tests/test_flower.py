@@ -95,8 +95,8 @@ def test_steps_to_the_public_model_give_the_simulators_result(tmp_path: Path, me
     assert_same(flower, list(play(config)))
     whole = 4 * sum(t.numel() for t in flower[0].after.public.values())
     down = [[d.bytes_down for d in turn.record.devices] for turn in flower]
-    assert set(down[0]) == {whole}  # nobody holds anything yet
-    assert min(map(min, down)) < whole / 4
+    assert max(down[0]) < 4000  # everybody has the initial model
+    assert max(map(max, down)) < whole / 2
     for turn in flower:
         for d in turn.record.devices:
             assert d.bytes_down <= d.wire_bytes_down < d.bytes_down + 16000

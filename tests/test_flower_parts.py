@@ -174,7 +174,7 @@ def test_a_setup_survives_flowers_node_configuration() -> None:
 def test_a_device_offers_what_its_owner_says(tmp_path: Path) -> None:
     config = settle(small_config(tmp_path))
     setup = Setup(1, "raspberry-pi-5", 2e6, 0.0, 0.5, data=str(tmp_path / "stripes.npz"))
-    offer = open_device(setup.node_config(), Ask(to_toml(config), 4)).offer(4, b"")
+    offer = open_device(setup.node_config(), Ask(to_toml(config), 4)).offer(4, {})
     assert (offer.device, offer.round, offer.distance_m) == (1, 4, 0.0)
     assert offer.means.samples.tolist() == [20]
     assert offer.means.frequency_max_hz.tolist() == [2.4e9]
@@ -182,7 +182,7 @@ def test_a_device_offers_what_its_owner_says(tmp_path: Path) -> None:
     assert offer.means.energy_j.tolist() == [0.5]
     assert offer.means.latency_s.tolist() == [config.fleet.latency_s]
     all_of_it = replace(setup, all_data=True, latency_s=3.0)
-    offer = open_device(all_of_it.node_config(), Ask(to_toml(config), 4)).offer(4, b"")
+    offer = open_device(all_of_it.node_config(), Ask(to_toml(config), 4)).offer(4, {})
     assert offer.means.samples.tolist() == [240]
     assert offer.means.latency_s.tolist() == [3.0]
 
@@ -192,7 +192,7 @@ def test_a_device_reads_no_file_that_the_server_names(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="--data"):
         open_device(Setup(0).node_config(), ask)
     own = Setup(0, data=str(small_dataset(tmp_path))).node_config()
-    assert open_device(own, ask).offer(0, b"").device == 0
+    assert open_device(own, ask).offer(0, {}).device == 0
     with pytest.raises(ConfigError, match="allowed 0 … 11"):
         open_device(replace(Setup(12), data=str(small_dataset(tmp_path))).node_config(), ask)
 

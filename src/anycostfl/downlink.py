@@ -30,7 +30,7 @@ PLACE_BYTES = 4  # of one channel in an order
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Step:
-    """From one round's public model to the next: channels move, then values."""
+    """From one round's public model to the next: channels move, then values, unless none does."""
 
     round: int
     order: State  # empty where nothing moved
@@ -57,15 +57,19 @@ def make_step(
     moved = net.permute(public, order) if order else public
     own = dict(net.module.named_parameters())
     ahead = {name: own[name].detach() - tensor for name, tensor in moved.items()}
-    blocks, binding = net.blocks(), binding_of(*belongs)
-    payload = compress(ahead, share, seed=0, codec="lowrank", blocks=blocks, binding=binding)
+    payload = b""
+    if any(bool(tensor.any()) for tensor in ahead.values()):
+        blocks, binding = net.blocks(), binding_of(*belongs)
+        payload = compress(ahead, share, seed=0, codec="lowrank", blocks=blocks, binding=binding)
     step = Step(belongs[1], order, payload)
     return step, take_step(net, public, step, belongs[0])
 
 
 def take_step(net: ElasticModel, public: State, step: Step, experiment: str) -> dict[str, Tensor]:
     """The next public model; PayloadError if the step does not belong here."""
-    moved = net.permute(public, step.order) if step.order else public
+    moved = net.permute(public, step.order) if step.order else dict(public)
+    if not step.payload:
+        return moved
     shapes = {name: tuple(tensor.shape) for name, tensor in moved.items()}
     binding = binding_of(experiment, step.round)
     values = decompress(step.payload, shapes, binding=binding).values
@@ -105,10 +109,12 @@ class Ledger:
     held: Mapping[int, int] = field(default_factory=dict)
 
     def download(self, device: int, step: int, whole: int) -> int:
-        """What a device is sent in the next round, whose step has that size."""
-        if device not in self.held:
-            return whole
-        return min(whole, sum(self.steps[self.held[device] + 1 :]) + step)
+        """What a device is sent in the next round, whose step has that size.
+
+        Whoever comes for the first time has the initial model: it follows from the seed.
+        """
+        missed = self.steps[self.held.get(device, -1) + 1 :]
+        return min(whole, sum(missed) + step)
 
     def after(self, record: RoundRecord) -> Ledger:
         """The ledger once a round is over."""

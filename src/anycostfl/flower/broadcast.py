@@ -2,7 +2,7 @@
 
 A device says in its offer what it holds, by a digest, not by a round's number: after a server went
 back to a checkpoint, a round of the same number may have another public model. Steps live in memory
-only. Whoever holds something else, or nothing, is sent the whole model.
+only. Whoever holds something else is sent the whole model.
 """
 
 from __future__ import annotations

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from anycostfl.config import Config, load_profile, parse_config
 from anycostfl.coupling import tensors_of
-from anycostfl.downlink import take_step
+from anycostfl.downlink import first_public, take_step
 from anycostfl.errors import AnycostError, ConfigError
 from anycostfl.experiment import prepare
 from anycostfl.fleet import draw_fleet
@@ -51,7 +51,8 @@ app = ClientApp()
 def introduce(message: Message, context: Context) -> Message:
     """Answer which device this is and what it can afford."""
     ask = read_ask(message.content)
-    offer = open_device(context.node_config, ask).offer(ask.round, holds(context.state))
+    device = open_device(context.node_config, ask)
+    offer = device.offer(ask.round, device.public(context.state))
     return Message(RecordDict({"offer": offer.pack()}), reply_to=message)
 
 
@@ -64,7 +65,7 @@ def train(message: Message, context: Context) -> Message:
     torch.set_num_threads(device.setup.threads)
     memory = device.move(recall(context.state, task.ask), task.order)
     try:
-        public = device.catch_up(read_state(context.state, "public"), task.download)
+        public = device.catch_up(device.public(context.state), task.download)
         keep_public(context.state, public)
         reply = device.perform(task, public, memory)
     except AnycostError as problem:
@@ -75,7 +76,7 @@ def train(message: Message, context: Context) -> Message:
         error=reply.error,
         busy_s=time.perf_counter() - begin,
         remembers=bool(reply.memory),
-        offer=device.offer(task.ask.round + 1, holds(context.state)),
+        offer=device.offer(task.ask.round + 1, device.public(context.state)),
     )
     return Message(result.pack(), reply_to=message)
 
@@ -140,16 +141,20 @@ class Device:
     profiles: dict[str, Profile]
     text: str  # the experiment, as the server wrote it
 
-    def offer(self, number: int, mark: bytes) -> Offer:
-        """What the device can afford in a round; the mark says what it holds."""
+    def offer(self, number: int, public: State) -> Offer:
+        """What the device can afford in a round, and which public model it holds."""
         distance_m, means = self._simulated(number) if not self.setup.profile else self._own()
-        return Offer(self.setup.device, number, distance_m, means, mark)
+        return Offer(self.setup.device, number, distance_m, means, mark_of(public))
+
+    def public(self, state: RecordDict) -> State:
+        """The public model that the device holds: at first the initial one, made from the seed."""
+        if not self.config.compression.downlink:
+            return {}
+        return read_state(state, "public") or first_public(self.side.net.module)
 
     def catch_up(self, public: State, download: Download) -> State:
         """The public model of this round, from the one that the device holds; none without one."""
         public = download.whole or public
-        if download.steps and not public:
-            raise MessageError("steps to a model that this device does not hold")
         for step in download.steps:
             public = take_step(self.side.net, public, step, self.text)
         return public
@@ -277,17 +282,9 @@ def remember(state: RecordDict, ask: Ask, memory: State | None) -> None:
 
 
 def keep_public(state: RecordDict, public: State) -> None:
-    """Keep the public model of this round, if there is one, and its mark."""
+    """Keep the public model of this round, if there is one."""
     if public:
         state["public"] = pack_state(public)
-        state["mark"] = ConfigRecord({"mark": mark_of(public)})
-
-
-def holds(state: RecordDict) -> bytes:
-    """The mark of the public model that the device holds."""
-    about = state.config_records.get("mark")
-    mark = about["mark"] if about else b""
-    return mark if isinstance(mark, bytes) else b""
 
 
 def _experiment(ask: Ask) -> bytes:
