@@ -48,7 +48,7 @@ def soak(order: Order) -> list[str]:
     for turn in keep(play(config), config, writer):
         if turn.record.round % 10 == 9 or turn.after.round == order.times:
             gc.collect()
-            memory.append(resident_mib())
+            memory.append(own_mib())
             files.append(len(os.listdir("/proc/self/fd")))
     early = max(1, int(WARM * len(memory)))
     grown = memory[-1] - max(memory[:early])
@@ -60,7 +60,8 @@ def soak(order: Order) -> list[str]:
     return told
 
 
-def resident_mib() -> float:
-    """What this process holds in memory now."""
-    pages = int(Path("/proc/self/statm").read_text().split()[1])
-    return pages * os.sysconf("SC_PAGE_SIZE") / 2**20
+def own_mib() -> float:
+    """What this process holds for itself now, in memory or swapped out; no pages of libraries."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    sizes = dict(line.split(":", 1) for line in lines)
+    return sum(int(sizes[name].split()[0]) for name in ("RssAnon", "VmSwap")) / 1024
