@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import gc
 import os
 from pathlib import Path
@@ -48,7 +49,8 @@ def soak(order: Order) -> list[str]:
     for turn in keep(play(config), config, writer):
         if turn.record.round % 10 == 9 or turn.after.rounds == order.times:
             gc.collect()
-            memory.append(resident_mib())
+            ctypes.CDLL(None).malloc_trim(0)  # what is free already is no growth
+            memory.append(own_mib())
             files.append(len(os.listdir("/proc/self/fd")))
     early = max(1, int(WARM * len(memory)))
     grown = memory[-1] - max(memory[:early])
@@ -60,7 +62,8 @@ def soak(order: Order) -> list[str]:
     return told
 
 
-def resident_mib() -> float:
-    """What this process holds in memory now."""
-    pages = int(Path("/proc/self/statm").read_text().split()[1])
-    return pages * os.sysconf("SC_PAGE_SIZE") / 2**20
+def own_mib() -> float:
+    """What this process holds for itself now, in memory or swapped out; no pages of libraries."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    sizes = dict(line.split(":", 1) for line in lines)
+    return sum(int(sizes[name].split()[0]) for name in ("RssAnon", "VmSwap")) / 1024
