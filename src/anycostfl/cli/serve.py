@@ -109,7 +109,7 @@ def _wire_table(records: Sequence[RoundRecord], restarts: int) -> object:
     rows = [
         ("payloads up, MB", f"{sum(r.bytes_up for r in records) / 1e6:.3f}"),
         ("messages up, MB", f"{up / 1e6:.3f}"),
-        ("sub-models down, MB", f"{sum(r.bytes_down for r in records) / 1e6:.3f}"),
+        ("models down, MB", f"{sum(r.bytes_down for r in records) / 1e6:.3f}"),
         ("messages down, MB", f"{down / 1e6:.3f}"),
         *(
             (f"replies {word}", sum(d.status.startswith(word) for d in devices))
