@@ -92,7 +92,7 @@ def test_infeasible_device_is_explained_and_ends_with_two(
 @pytest.mark.parametrize(
     ("words", "told"),
     [
-        (("--preset", "nope"), "there are cifar10-iid"),
+        (("--preset", "nope"), "there are best, cifar10-iid"),
         (("--device", "toaster"), "there are jetson-agx-xavier"),
         (("--device", "jetson-nano", "--energy", "-1"), "energy_j: given -1"),
         (("--device", "jetson-nano", "--latency", "nan"), "latency_s: given nan"),

@@ -101,7 +101,7 @@ def test_mistakes_end_with_one_message_and_code_two(tmp_path: Path) -> None:
     for arguments, message in (
         (["dmeo"], "did you mean 'demo'"),
         (["demo", "--set", "run.roundz=3"], "did you mean rounds"),
-        (["demo", "--set", "run.method=fedsgd"], "there are anycostfl, fedavg"),
+        (["demo", "--set", "run.method=fedsgd"], "there are anycostfl, anycostfl+, fedavg"),
         (["demo", "--set", "data.name=imagenet"], "no dataset"),
         (["demo", "--set", "fleet.cohort=99"], "at most devices"),
         (["--resume", "nowhere"], "holds no run"),
