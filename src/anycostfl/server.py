@@ -54,11 +54,6 @@ class Server:
         elif config.compression.downlink:
             self.public = first_public(self.net.module)
 
-    @property
-    def whole_bytes(self) -> int:
-        """Of the model, uncompressed."""
-        return self.net.size_bits // 8
-
     def begin(self, number: int) -> State:
         """Sort the channels (Sec. III-B.1) and all that lives in their coordinates; the order.
 
@@ -98,7 +93,7 @@ class Server:
         """What every device of a cohort is sent, if there is a public model."""
         if self.step is None:
             return {}
-        step, whole = self.step.size, self.whole_bytes
+        step, whole = self.step.size, self.net.size_bits // 8
         return {i: self.ledger.download(i, step, whole) for i in cohort.index.tolist()}
 
     def close(
@@ -122,6 +117,5 @@ class Server:
 
     def snapshot(self, number: int, memories: Mapping[int, State]) -> Snapshot:
         """Where to go on after a round."""
-        state, public = copy_of(self.net.module), self.public
-        rest = self.velocity, public, self.bench, self.ledger
-        return Snapshot(number + 1, state, dict(memories), *rest)
+        state, kept = copy_of(self.net.module), (self.velocity, self.public)
+        return Snapshot(number + 1, state, dict(memories), *kept, self.bench, self.ledger)

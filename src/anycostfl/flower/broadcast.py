@@ -31,11 +31,6 @@ class Chain:
         self._marks = [mark_of(public)]  # before the first step, then after each
         self._steps: list[Step] = []
 
-    @property
-    def public(self) -> State:
-        """As it is now."""
-        return self._public
-
     def add(self, step: Step | None, public: State) -> None:
         """Go on by a step; those that would take more than the whole model are forgotten."""
         self._public = public

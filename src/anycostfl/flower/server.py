@@ -159,7 +159,7 @@ def play(
 
 
 def make_tasks(server: Server, ask: Ask, planned: Round, moved: dict[int, State]) -> list[Task]:
-    """What each device is sent: only the channels of its sub-model go down the wire."""
+    """What each device is sent: only the channels of its sub-model, or none where it gets steps."""
     net, state = server.net, tensors_of(server.net.module)
     return [
         Task(
@@ -169,7 +169,7 @@ def make_tasks(server: Server, ask: Ask, planned: Round, moved: dict[int, State]
             widths=a.plan.widths,
             upload=a.upload,
             seed=a.seed,
-            weights=pack_weights(net, state, a.plan),
+            weights=b"" if server.step else pack_weights(net, state, a.plan),
             order=moved.get(a.device, {}),
         )
         for a in planned.assignments
@@ -177,8 +177,8 @@ def make_tasks(server: Server, ask: Ask, planned: Round, moved: dict[int, State]
 
 
 def by_steps(task: Task, chain: Chain, holds: Mapping[int, bytes]) -> Task:
-    """The task with the steps to the public model instead of a sub-model."""
-    return replace(task, weights=b"", download=chain.since(holds.get(task.device, b"")))
+    """The task with the steps that its device has missed."""
+    return replace(task, download=chain.since(holds.get(task.device, b"")))
 
 
 def enough(outcomes: list[Outcome], least: int) -> list[Outcome]:
