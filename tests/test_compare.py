@@ -35,6 +35,7 @@ from anycostfl.compare import (
     to_markdown,
 )
 from anycostfl.config import preset_names
+from anycostfl.records import read_journal
 from anycostfl.types import DeviceRecord, RoundRecord
 from small_runs import small_config, small_overrides
 
@@ -121,6 +122,19 @@ def test_the_best_rate_wins(tmp_path: Path) -> None:
     series = Series(tmp_path / "all", 1, nobody)
     config = small_config(tmp_path)
     assert series.best_rate(config, "fedavg", [1e-9, 0.05], 4) == 0.05
+
+
+def test_poor_rates_are_given_up_early(tmp_path: Path) -> None:
+    series = Series(tmp_path / "all", 1, nobody)
+    config = small_config(tmp_path)
+    rates = [1e-9, 2e-9, 3e-9, 0.03, 0.05]
+    best = series.best_rate(config, "fedavg", rates, 4)
+    lengths = [
+        len(read_journal(tmp_path / "all" / f"fedavg-lr{rate:g}-seed0")[0]) for rate in rates
+    ]
+    assert best in (0.03, 0.05)
+    assert sorted(lengths[:3]) == [1, 1, 2]
+    assert lengths[3:] == [4, 4]
 
 
 def test_only_one_process_works_on_a_folder(tmp_path: Path) -> None:

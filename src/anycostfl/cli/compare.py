@@ -68,8 +68,9 @@ def compare(
 ) -> None:
     """Run every method to a target accuracy; what is done already is not repeated.
 
-    With --rates, each method is tried at every rate for --trial rounds (seed 0) and goes on with
-    the one that did best. Ctrl-C stops cleanly; the same command goes on.
+    With --rates, each method is tried at every rate with seed 0 (all for a quarter of --trial
+    rounds, the better half for half of it, and so on) and goes on with the one that did best.
+    Ctrl-C stops cleanly; the same command goes on.
     """
     config = asked(preset, set_, target, rounds)
     if seeds < 1:
