@@ -132,7 +132,7 @@ class DeviceSide:
 
     def work(self, sub: SubModel, samples: tuple[Tensor, Tensor], job: Job) -> Reply:
         """What a device does with its sub-model: train, compress (Sec. III-A.1 and III-A.2)."""
-        self.method.prepare(sub.module, job.alpha)
+        self.method.prepare(sub.module, self.net.module)
         draw = torch.Generator().manual_seed(job.seed)
         update = train(sub.module, *samples, self.shared.options, draw)
         if job.lie:

@@ -12,6 +12,7 @@ import struct
 from collections.abc import Callable
 from dataclasses import dataclass
 from math import log
+from typing import Self
 
 import numpy as np
 from numpy.typing import NDArray
@@ -42,6 +43,11 @@ class Sparse:
     kept: Bools
     scalars: tuple[float, ...]
     integers: Ints | Small
+
+    @classmethod
+    def nothing(cls, elements: int, scalars: int = 1) -> Self:
+        """An update of which nothing is kept."""
+        return cls(np.zeros(elements, np.bool_), (0.0,) * scalars, np.empty(0, np.int64))
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,8 +87,7 @@ def unpack_sparse(payload: bytes, tie: Bond, layout: Layout) -> Sparse:
     if minor:
         raise PayloadError(f"sparse payload of format 1.{minor}; this program reads 1.0")
     if not body:
-        zeros = np.zeros(layout.elements, np.bool_)
-        return Sparse(zeros, (0.0,) * layout.scalars, np.empty(0, np.int64))
+        return Sparse.nothing(layout.elements, layout.scalars)
     reader = Reader(body, "payload")
     kept = reader.varint(1, layout.elements)
     scalars = struct.unpack(f"<{layout.scalars}f", reader.take(4 * layout.scalars))
@@ -117,11 +122,11 @@ def _unzigzag(symbols: Symbols) -> None:
         symbols[i] = ~half if symbols[i] & np.uint32(1) else half
 
 
-def spread(sparse: Sparse) -> Floats:
-    """Every kept element is its integer times the first scalar, the others are 0."""
+def spread(sparse: Sparse, unit: float) -> Floats:
+    """Every kept element is its integer times the unit, the others are 0."""
     flat = np.zeros(sparse.kept.size, np.float32)
     integers = sparse.integers.astype(np.int32, copy=False)
-    _spread(sparse.kept, integers, np.float32(sparse.scalars[0]), flat)
+    _spread(sparse.kept, integers, np.float32(unit), flat)
     return flat
 
 
@@ -153,8 +158,11 @@ class Ranked:
         return int(self._at_least[0])
 
     def largest(self, count: int) -> Bools:
-        """All elements of the highest ranks, as many as `count` allows, but at least the top."""
-        if not self.most:
+        """All elements of the highest ranks, as many as `count` allows, but at least the top.
+
+        None, if none are asked for.
+        """
+        if not count or not self.most:
             return np.zeros(self._rank.size, np.bool_)
         enough = np.flatnonzero(self._at_least <= count)
         occurring = int(self._rank.max())

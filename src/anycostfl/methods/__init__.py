@@ -51,7 +51,8 @@ class Method:
     weigh: α, the quality of β (mostly β) and sample counts of those who take part →
         aggregation weights; the counts are all one unless the method weighs by them (`by_samples`)
         or the configuration asks for it.
-    prepare: what a device does to a sub-model of factor α before it trains; mostly nothing.
+    prepare: what a device does to a sub-model, cut from that whole, before it trains; mostly
+        nothing.
     codec, feedback: what updates are coded with, if the method has no coding of its own, and
         whether error feedback is part of it; the configuration may ask otherwise.
     """
@@ -65,7 +66,7 @@ class Method:
     by_samples: bool = False
     codec: str = "kernel"
     feedback: bool = False
-    prepare: Callable[[nn.Module, float], None] = field(default=lambda _module, _alpha: None)
+    prepare: Callable[[nn.Module, nn.Module], None] = field(default=lambda _module, _whole: None)
 
 
 def elements(shapes: Shapes) -> int:

@@ -102,4 +102,5 @@ def encode_largest(
 def decode_levels(payload: bytes, shapes: Shapes, binding: bytes) -> Update:
     """Levels times the scalar; elements that were not sent count as zero."""
     layout = Layout(elements(shapes), scalars=1)
-    return all_of(spread(unpack_sparse(payload, bond(binding, shapes), layout)), shapes)
+    sparse = unpack_sparse(payload, bond(binding, shapes), layout)
+    return all_of(spread(sparse, *sparse.scalars), shapes)

@@ -1,15 +1,16 @@
 """FedHQ (Chen et al., 2021): finer levels on better channels, and weights that know it.
 
     ũ[j] = ‖u‖_∞·sgn(u[j])·ξ_j / s_i,   ξ_j = |u[j]|·s_i/‖u‖_∞ rounded at random, E[ũ] = u
-    p_i ∝ |D_i| / (1 + q_i),   q_i = min(J/s², √J/s)
+    p_i ∝ |D_i| / (1 + q_i),   E‖ũ − u‖² = q_i·‖u‖²
 
 Nothing is left out; a device whose radio is faster sends more bits. Rates are in proportion to the
-channel's, so that all upload for about the same time. The weights minimise Σ p_i²·(1 + q_i), the
-part of the convergence bound that quantization adds (E‖Q(u) − u‖² <= q‖u‖²). They come from the
-rate that the server issued: b bits an element make s = 2^b − 1 levels. Full width; the clock meets
-the latency budget.
+channel's, so that all upload for about the same time. The weights minimise Σ p_i²·(1 + q_i)/|D_i|,
+the part of the convergence bound that quantization adds. Full width; the clock meets the latency
+budget.
 
-Deviation: levels fill the rate as entropy-coded, so there are more of them than 2^b − 1.
+Deviations: levels fill the rate as entropy-coded, so there are more of them than the 2^b − 1 of b
+bits an element. The original's devices measure q_i and report it; here it follows from the rate
+that the server issued, so that nobody gains by a lie: q = ERROR / (2^b − 1)².
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from anycostfl.types import Devices, Limits, Strategies, Workload
 
 RATE = 1 / 33  # of S on average, recovered from the paper's table
 MAX_LEVELS = 2**22
-BOUND_ELEMENTS = 512.0  # J of the bound: QSGD's bucket, as one norm per model bounds nothing
+ERROR = 0.55  # within 35 % of the measured q on a CNN's update at 0.67 to 1.9 bits an element
 
 
 def plan(devices: Devices, workload: Workload, limits: Limits) -> Strategies:
@@ -57,7 +58,7 @@ def quantize(flat: Floats, levels: int, chance: Floats) -> Sparse:
     """Every element on `levels` levels of the largest; those drawn as zero are left out."""
     unit = np.float32(np.abs(flat).max(initial=0.0) / max(levels, 1))
     if not unit > 0 or not levels:
-        return Sparse(np.zeros(flat.size, np.bool_), (0.0,), np.empty(0, np.int64))
+        return Sparse.nothing(flat.size)
     scaled = np.abs(flat) / unit
     kept = scaled > chance  # below one, drawn as one with just that probability
     drawn = draw(scaled[kept], chance[kept])
@@ -67,9 +68,8 @@ def quantize(flat: Floats, levels: int, chance: Floats) -> Sparse:
 def weigh(alpha: FloatArray, beta: FloatArray, samples: FloatArray) -> FloatArray:
     """|D_i| / (1 + q_i), from the rate that was issued."""
     del alpha
-    levels = np.exp2(32.0 * beta) - 1.0
-    bound = np.minimum(BOUND_ELEMENTS / levels**2, np.sqrt(BOUND_ELEMENTS) / levels)
-    weights = samples / (1.0 + bound)
+    error = ERROR / (np.exp2(32.0 * beta) - 1.0) ** 2
+    weights = samples / (1.0 + error)
     shares: FloatArray = weights / weights.sum()
     return shares
 

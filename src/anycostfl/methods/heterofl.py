@@ -13,7 +13,7 @@ continuous instead of five classes.
 
 from __future__ import annotations
 
-import math
+from functools import partial
 
 import numpy as np
 from torch import Tensor, nn
@@ -40,15 +40,17 @@ def plan(devices: Devices, workload: Workload, limits: Limits) -> Strategies:
     return fixed_strategies(devices, workload, alpha=alpha, beta=beta, frequency_hz=frequency)
 
 
-def prepare(module: nn.Module, alpha: float) -> None:
-    """Scale every hidden layer's output by one over its remaining width while training."""
-    layers = [m for m in module.modules() if isinstance(m, nn.Conv2d | nn.Linear)]
+def prepare(module: nn.Module, whole: nn.Module) -> None:
+    """Scale the output of every layer that was cut by one over its remaining width, in training."""
+    for name, layer in module.named_modules():
+        if isinstance(layer, nn.Conv2d | nn.Linear):
+            full = whole.get_parameter(f"{name}.weight").shape[0]
+            if layer.weight.shape[0] < full:
+                layer.register_forward_hook(partial(_scale, full / layer.weight.shape[0]))
 
-    def scale(layer: nn.Module, _inputs: object, output: Tensor) -> Tensor:
-        return output / math.sqrt(alpha) if layer.training else output
 
-    for layer in layers[:-1] if alpha < 1 else []:
-        layer.register_forward_hook(scale)
+def _scale(factor: float, layer: nn.Module, _inputs: object, output: Tensor) -> Tensor:
+    return output * factor if layer.training else output
 
 
 METHOD = Method(

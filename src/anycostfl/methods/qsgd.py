@@ -37,12 +37,12 @@ def encode(update: State, upload: Upload) -> bytes:
 
 def quantize(flat: Floats, ranked: Ranked, count: int, seed: int) -> Sparse:
     """The `count` largest elements on s levels of their norm; the scalar is ‖v‖₂ / s."""
-    kept = ranked.largest(count) if count else np.zeros(flat.size, np.bool_)
+    kept = ranked.largest(count)
     chosen = flat[kept].astype(np.float64)
     levels = math.ceil(math.sqrt(chosen.size) / STEP)
     unit = np.float32(np.linalg.norm(chosen) / max(levels, 1))
     if not unit > 0:
-        return Sparse(np.zeros(flat.size, np.bool_), (0.0,), np.empty(0, np.int64))
+        return Sparse.nothing(flat.size)
     drawn = draw(np.abs(chosen) / np.float64(unit), chances(seed, chosen.size))
     return Sparse(kept, (float(unit),), np.where(chosen < 0, -drawn, drawn))
 

@@ -71,11 +71,11 @@ def encode(update: State, upload: Upload) -> bytes:
 
 def quantize(flat: Floats, ranked: Ranked, count: int, binding: bytes) -> Sparse:
     """The `count` largest elements as lattice coordinates; the scalar is ζ."""
-    kept = ranked.largest(count) if count else np.zeros(flat.size, np.bool_)
+    kept = ranked.largest(count)
     chosen = flat[kept].astype(np.float64)
     scale = np.float32(STEP * np.sqrt(np.mean(chosen**2))) if chosen.size else np.float32(0)
     if not scale > 0:
-        return Sparse(np.zeros(flat.size, np.bool_), (0.0,), np.empty(0, np.int64))
+        return Sparse.nothing(flat.size)
     pairs = np.resize(np.append(chosen, 0.0), (-(-chosen.size // 2), 2))
     points = nearest(pairs / np.float64(scale) + dither(binding, len(pairs)))
     return Sparse(kept, (float(scale),), points.ravel())
