@@ -10,6 +10,7 @@ from __future__ import annotations
 import csv
 import fcntl
 import io
+import math
 import os
 import statistics
 import tomllib
@@ -22,9 +23,8 @@ from pathlib import Path
 import numpy as np
 
 from anycostfl import methods
-from anycostfl.config import Config, to_toml
+from anycostfl.config import Config, parse_config, to_toml
 from anycostfl.errors import AnycostError
-from anycostfl.experiment import settle
 from anycostfl.fleet import draw_cohort
 from anycostfl.records import CONFIG, RunWriter, read_journal
 from anycostfl.rounds import charge
@@ -60,7 +60,7 @@ def make_case(config: Config, method: str, rate: float, seed: int) -> Case:
         run=replace(config.run, method=method, seed=seed),
         training=replace(config.training, learning_rate=rate),
     )
-    return Case(name, settle(changed))
+    return Case(name, changed)
 
 
 # --- playing --------------------------------------------------------------------------------------
@@ -76,11 +76,16 @@ class Series:
     workers: int
     watch: Callable[[Case, Records], None]
     play: bool = True  # otherwise only what is there is read
+    rates: Sequence[float] = ()  # learning rates to choose from, by method
+    trial: int = 30  # rounds of the trial that chooses
 
     def advance(self, case: Case, enough: Enough) -> Records:
         """Play a case until it is enough or its rounds are over; go on with what is there."""
         home = self.folder / case.name
-        done: Records = read_journal(home)[0] if (home / CONFIG).exists() else ()
+        done: Records = ()
+        if (home / CONFIG).exists():
+            _check_same(case, home)
+            done, _ = read_journal(home, growing=not self.play)
         if not self.play or enough(done) or len(done) >= case.config.run.rounds:
             return done
         records, start, writer = _open(case, home)
@@ -95,20 +100,39 @@ class Series:
             turns.close()
         return records
 
-    def best_rate(self, config: Config, method: str, rates: Sequence[float], trial: int) -> float:
-        """The learning rate at which a method is most accurate in a trial with seed 0.
+    def best_rate(self, config: Config, method: str) -> float:
+        """The learning rate at which a method is most accurate in a trial; without, its own.
 
         By halving: all rates play a quarter of the trial, the better half of them half of it, and
-        the better half of those, but at least two, all of it.
+        the better half of those, but at least two, all of it. While the largest rate of all is the
+        best, one twice as large is tried too.
         """
-        for rounds in (-(-trial // 4), -(-trial // 2), trial):
-            if len(rates) == 1:
-                break
-            cases = {rate: make_case(config, method, rate, 0) for rate in rates}
-            scores = {r: score(self.advance(c, lasted(rounds)), rounds) for r, c in cases.items()}
-            kept = 1 if rounds == trial else max(2, -(-len(rates) // 2))
-            rates = sorted(rates, key=scores.__getitem__, reverse=True)[:kept]
-        return rates[0]
+        rates = self.rates or [config.training.learning_rate]
+        if len(rates) == 1:
+            return rates[0]
+        quarter, half, whole = (_evaluated(config, self.trial / parts) for parts in (4, 2, 1))
+        best = self._ranked(config, method, rates, quarter)[: max(2, -(-len(rates) // 2))]
+        best = self._ranked(config, method, best, half)[: max(2, -(-len(best) // 2))]
+        best = self._ranked(config, method, best, whole)
+        largest = max(rates)
+        while best[0] == largest:
+            largest *= 2
+            best = self._ranked(config, method, [best[0], largest], whole)
+        return best[0]
+
+    def _ranked(
+        self, config: Config, method: str, rates: Sequence[float], rounds: int
+    ) -> list[float]:
+        """Learning rates, the one that is most accurate after so many rounds first."""
+        cases = [make_case(config, method, rate, config.run.seed) for rate in rates]
+        scores = [score(self.advance(case, lasted(rounds)), rounds) for case in cases]
+        return [rates[i] for i in sorted(range(len(rates)), key=lambda i: -scores[i])]
+
+
+def _evaluated(config: Config, rounds: float) -> int:
+    """At least so many rounds, ending with an evaluation, but no more than there are."""
+    every = config.run.evaluate_every
+    return min(every * math.ceil(rounds / every), config.run.rounds)
 
 
 def _open(case: Case, home: Path) -> tuple[list[RoundRecord], Snapshot | None, RunWriter]:
@@ -116,15 +140,20 @@ def _open(case: Case, home: Path) -> tuple[list[RoundRecord], Snapshot | None, R
     if not (home / CONFIG).exists():
         return [], None, RunWriter.create(home, text)
     before = take_up(home)
-    _check_same(case, before.config)
     before.writer.reconfigure(text)
     return before.records, before.start, before.writer
 
 
-def _check_same(case: Case, before: Config) -> None:
-    """A run goes on only as the experiment it began as, though perhaps for longer."""
-    longer = replace(before, run=replace(before.run, rounds=case.config.run.rounds))
-    if to_toml(longer) != to_toml(case.config):
+def _check_same(case: Case, home: Path) -> None:
+    """A run counts only as the experiment it began as, though perhaps with another end."""
+    before, now = parse_config((home / CONFIG).read_text(), str(home)), case.config
+    ending = replace(
+        before.run,
+        rounds=now.run.rounds,
+        target_accuracy=now.run.target_accuracy,
+        checkpoint_every=now.run.checkpoint_every,
+    )
+    if to_toml(replace(before, run=ending, summary=now.summary)) != to_toml(now):
         raise CannotCompare(
             f"{case.name} was begun with other settings; choose another --out, or remove it"
         )
@@ -185,7 +214,7 @@ class Cost:
 def cost_of(records: Records, config: Config) -> Cost:
     """What these rounds cost."""
     per_sample = config.workload.epochs * config.workload.flops_per_sample
-    work = sum(d.flops_ratio * d.samples for r in records for d in r.devices if d.bytes_up)
+    work = sum(d.flops_ratio * d.samples for r in records for d in r.devices if d.compute_s)
     return Cost(
         rounds=len(records),
         energy_kj=sum(r.energy_j for r in records) / 1e3,
@@ -225,6 +254,9 @@ def _recost_round(record: RoundRecord, config: Config) -> RoundRecord | None:
         chosen = planned[i]
         if not np.allclose((was.alpha, was.beta), (chosen.alpha, chosen.beta)):
             return None
+        if not chosen.alpha:  # sits out in both fleets
+            paid.append(was)
+            continue
         moved = replace(
             was,
             rate_bps=float(cohort.devices.rate_bps[i]),
@@ -247,6 +279,7 @@ class Row:
     seeds: int
     rounds: int  # played, of the longest run
     cost: Cost | None  # to the target; None unless every seed reached it
+    whole: bool  # all rounds were played, not only those to the target
     best: float
     spread: float  # standard deviation of the best accuracies
 
@@ -262,6 +295,7 @@ def make_row(label: str, runs: Sequence[tuple[Config, Records]], target: float) 
         seeds=len(runs),
         rounds=max(len(records) for _, records in runs),
         cost=_mean(known) if len(known) == len(costs) else None,
+        whole=all(len(records) >= config.run.rounds for config, records in runs),
         best=statistics.fmean(best),
         spread=statistics.stdev(best) if len(best) > 1 else 0.0,
     )
@@ -295,7 +329,7 @@ def as_cells(rows: Sequence[Row], preset: str) -> list[list[str]]:
                 f"{row.rate:g}",
                 str(row.seeds),
                 *_cost_cells(row, base),
-                f"{100 * row.best:.2f}{spread}",
+                f"{'' if row.whole else '≥ '}{100 * row.best:.2f}{spread}",
             ]
         )
         if row.label in paper:

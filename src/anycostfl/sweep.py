@@ -43,14 +43,19 @@ WIDTHS = (0.25, 0.375, 0.5, 0.625, 0.75, 0.875, 1.0)
 Curves = Mapping[str, Sequence[tuple[float, Cost | None]]]
 
 
-def ablation(series: Series, config: Config, rate: float) -> dict[str, tuple[Config, Records]]:
+def ablation(series: Series, config: Config) -> dict[str, tuple[Config, Records]]:
     """AnycostFL whole and without each of its parts, to the target."""
     enough = reached(config.run.target_accuracy)
     found = {}
     for name in ("anycostfl", *methods.variants("anycostfl")):
-        case = make_case(config, name, rate, config.run.seed)
+        case = _best_case(series, config, name)
         found[name] = case.config, series.advance(case, enough)
     return found
+
+
+def _best_case(series: Series, config: Config, method: str) -> Case:
+    """A method's run at its best learning rate of those that the series tries."""
+    return make_case(config, method, series.best_rate(config, method), config.run.seed)
 
 
 def spread_over(config: Config, kind: str, value: float) -> Config:
@@ -65,10 +70,10 @@ def heterogeneity(
     series: Series, config: Config, kind: str, names: Sequence[str], values: Sequence[float]
 ) -> Curves:
     """Cost to the target of each method over the spread."""
-    target, rate, seed = config.run.target_accuracy, config.training.learning_rate, config.run.seed
+    target = config.run.target_accuracy
     curves: dict[str, list[tuple[float, Cost | None]]] = {}
     for name in names:
-        plain = make_case(config, name, rate, seed)
+        plain = _best_case(series, config, name)
         curves[name] = []
         for value in values:
             spread = spread_over(plain.config, kind, value)
@@ -88,10 +93,10 @@ def _trained_or_paid(series: Series, plain: Case, case: Case, enough: Enough) ->
 
 
 def widths(series: Series, config: Config, names: Sequence[str]) -> dict[str, list[float]]:
-    """Accuracy at every width of `WIDTHS`, by method, after all rounds."""
+    """Accuracy at every width of `WIDTHS`, by method, after all rounds (or as far as it got)."""
     found = {}
     for name in names:
-        case = make_case(config, name, config.training.learning_rate, config.run.seed)
+        case = _best_case(series, config, name)
         if series.advance(case, lasted(config.run.rounds)):
             trained = open_trained(series.folder / case.name)
             found[name] = [accuracy_of(trained, cut(trained, alpha)) for alpha in WIDTHS]

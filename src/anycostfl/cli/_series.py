@@ -5,22 +5,25 @@ from __future__ import annotations
 import subprocess
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from anycostfl.cli._console import out, table
-from anycostfl.compare import Case, Records
+from anycostfl.compare import Case, Records, only_one
 from anycostfl.config import Config, load_preset
 from anycostfl.errors import ConfigError
+from anycostfl.experiment import settle
 
 EVERY = 10  # rounds between two lines of progress
 
 Preset = Annotated[str, typer.Argument(help="A preset, or a .toml file")]
 Target = Annotated[float | None, typer.Option(help="Accuracy to reach, else as the preset says")]
 Rounds = Annotated[int | None, typer.Option(help="At most so many, else as the preset says")]
+Rates = Annotated[str, typer.Option(help="Learning rates to try each, with commas")]
+Trial = Annotated[int, typer.Option(min=1, help="Rounds after which a rate is judged")]
 Overrides = Annotated[list[str] | None, typer.Option("--set", help="section.key=value")]
 OutDir = Annotated[Path | None, typer.Option("--out", help="Folder of all runs")]
 Workers = Annotated[int, typer.Option(help="Processes; 0 is one per core")]
@@ -36,7 +39,7 @@ def asked(
     changes = list(overrides or [])
     changes += [f"run.target_accuracy={target}"] if target is not None else []
     changes += [f"run.rounds={rounds}"] if rounds is not None else []
-    return load_preset(preset, changes)
+    return settle(load_preset(preset, changes))
 
 
 def names_of(text: str, known: Sequence[str], load: Callable[[str], object]) -> list[str]:
@@ -69,10 +72,12 @@ def progress(*, quiet: bool) -> Callable[[Case, Records], None]:
 
 
 @contextmanager
-def stopping_cleanly() -> Iterator[None]:
-    """Ctrl-C ends with a word on how to go on; the run that was playing has saved itself."""
+def working_on(folder: Path, *, only_show: bool) -> Iterator[None]:
+    """Keep others away while playing; Ctrl-C ends with a word on how to go on."""
+    folder.mkdir(parents=True, exist_ok=True)
     try:
-        yield
+        with nullcontext() if only_show else only_one(folder):
+            yield
     except KeyboardInterrupt:
         out.print("Stopped. The same command goes on.")
         raise typer.Exit(130) from None

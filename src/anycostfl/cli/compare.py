@@ -18,8 +18,10 @@ from anycostfl.cli._series import (
     OutDir,
     Overrides,
     Preset,
+    Rates,
     Rounds,
     Target,
+    Trial,
     Workers,
     asked,
     go_on_alone,
@@ -27,7 +29,7 @@ from anycostfl.cli._series import (
     numbers_of,
     progress,
     show,
-    stopping_cleanly,
+    working_on,
 )
 from anycostfl.cli.run import check_workers
 from anycostfl.compare import (
@@ -38,7 +40,6 @@ from anycostfl.compare import (
     lasted,
     make_case,
     make_row,
-    only_one,
     reached,
     to_csv,
     to_markdown,
@@ -53,11 +54,11 @@ def compare(
     method_names: Annotated[
         str, typer.Option("--methods", help="all, or names with commas")
     ] = "all",
-    seeds: Annotated[int, typer.Option(help="Runs of each method: seeds 0, 1, …")] = 1,
+    seeds: Annotated[int, typer.Option(help="Runs of each method: run.seed, the next, …")] = 1,
     target: Target = None,
     rounds: Rounds = None,
-    rates: Annotated[str, typer.Option(help="Learning rates to try each, with commas")] = "",
-    trial: Annotated[int, typer.Option(help="Rounds after which a rate is judged")] = 30,
+    rates: Rates = "",
+    trial: Trial = 30,
     full: Annotated[bool, typer.Option("--full", help="Go on beyond the target")] = False,
     set_: Overrides = None,
     out_dir: OutDir = None,
@@ -68,29 +69,36 @@ def compare(
 ) -> None:
     """Run every method to a target accuracy; what is done already is not repeated.
 
-    With --rates, each method is tried at every rate with seed 0 (all for a quarter of --trial
-    rounds, the better half for half of it, and so on) and goes on with the one that did best.
-    Ctrl-C stops cleanly; the same command goes on.
+    With --rates, each method is tried at every rate (all for a quarter of --trial rounds, the
+    better half for half of it, and so on; larger ones too, while the largest is the best) and goes
+    on with the one that did best. Ctrl-C stops cleanly; the same command goes on.
     """
     config = asked(preset, set_, target, rounds)
     if seeds < 1:
         raise ConfigError([f"--seeds: given {seeds}, allowed 1 or more"])
     chosen = names_of(method_names, methods.names(), methods.load)
-    grid = numbers_of(rates, "--rates") or [config.training.learning_rate]
+    grid = numbers_of(rates, "--rates")
     name = Path(preset).stem
     folder = out_dir or Path("runs", f"compare-{name}")
     if background:
         go_on_alone(folder)
         return
-    goal = config.run.target_accuracy
+    goal, first = config.run.target_accuracy, config.run.seed
     enough = lasted(config.run.rounds) if full else reached(goal)
     rows: list[Row] = []
     curves: dict[str, list[RoundRecord]] = {}
-    with only_one(folder), stopping_cleanly():
-        series = Series(folder, check_workers(workers), progress(quiet=json), play=not only_show)
+    with working_on(folder, only_show=only_show):
+        series = Series(
+            folder,
+            check_workers(workers),
+            progress(quiet=json),
+            play=not only_show,
+            rates=grid,
+            trial=trial,
+        )
         for method in chosen:
-            rate = series.best_rate(config, method, grid, trial)
-            cases = [make_case(config, method, rate, seed) for seed in range(seeds)]
+            rate = series.best_rate(config, method)
+            cases = [make_case(config, method, rate, seed) for seed in range(first, first + seeds)]
             runs = [(c.config, r) for c in cases if (r := series.advance(c, enough))]
             if runs:
                 rows.append(make_row(method, runs, goal))

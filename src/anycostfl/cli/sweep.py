@@ -20,8 +20,10 @@ from anycostfl.cli._series import (
     OutDir,
     Overrides,
     Preset,
+    Rates,
     Rounds,
     Target,
+    Trial,
     Workers,
     asked,
     go_on_alone,
@@ -29,10 +31,10 @@ from anycostfl.cli._series import (
     numbers_of,
     progress,
     show,
-    stopping_cleanly,
+    working_on,
 )
 from anycostfl.cli.run import check_workers
-from anycostfl.compare import Cost, Series, cost_to, only_one, to_markdown
+from anycostfl.compare import Cost, Series, cost_to, to_markdown
 from anycostfl.config import Config
 from anycostfl.errors import ConfigError, MissingExtra
 from anycostfl.report import draw_bars, draw_lines
@@ -63,6 +65,8 @@ def sweep(
     values: Annotated[str, typer.Option(help="Spreads to try, with commas")] = "",
     target: Target = None,
     rounds: Rounds = None,
+    rates: Rates = "",
+    trial: Trial = 30,
     set_: Overrides = None,
     out_dir: OutDir = None,
     workers: Workers = 0,
@@ -84,8 +88,15 @@ def sweep(
         go_on_alone(folder)
         return
     picture = folder / f"{kind}.png"
-    with only_one(folder), stopping_cleanly():
-        series = Series(folder, check_workers(workers), progress(quiet=json), play=not only_show)
+    with working_on(folder, only_show=only_show):
+        series = Series(
+            folder,
+            check_workers(workers),
+            progress(quiet=json),
+            play=not only_show,
+            rates=numbers_of(rates, "--rates"),
+            trial=trial,
+        )
         if kind == "ablation":
             found = _ablation(series, config, picture)
         elif kind == "widths":
@@ -108,9 +119,7 @@ def _ablation(series: Series, config: Config, picture: Path) -> Finding:
     target = config.run.target_accuracy
     costs = {
         name: cost_to(records, changed, target)
-        for name, (changed, records) in ablation(
-            series, config, config.training.learning_rate
-        ).items()
+        for name, (changed, records) in ablation(series, config).items()
     }
     header = [f"to {100 * target:g} %", "rounds", *QUANTITIES]
     cells = [[name, *_cells(cost)] for name, cost in costs.items()]
