@@ -301,3 +301,10 @@ def test_a_fleet_that_is_benched_altogether_plays_empty_rounds(
     turns = list(play(config))
     assert [t.record.bytes_up > 0 for t in turns] == [True, False, False, False, True]
     assert turns[1].record.accuracy == turns[2].record.accuracy
+
+
+def test_what_is_not_compressed_is_never_too_long(tmp_path: Path) -> None:
+    """A sub-model's share of the parameters may be more than its share α of S."""
+    uncompressed = ("run.method=anycostfl/without-fgc", "workload.size_bits=1000")
+    side, assignments, replies = first_round(tmp_path, *uncompressed)
+    assert {o.status for o in receive(side.method, assignments, replies)} == {"ok"}

@@ -92,9 +92,10 @@ def _assign_one(
     trained = (name for name, p in net.module.named_parameters() if p.requires_grad)
     shapes = {name: plan.shapes[name] for name in trained}
     # α·β·S bits, whatever share of the parameters the sub-model really has.
-    bits = plan.alpha * float(strategies.beta[position]) * config.workload.size_bits
-    upload = Upload(
-        beta=min(1.0, bits / (32 * sum(map(math.prod, shapes.values())))),
+    share = float(strategies.beta[position])
+    bits = plan.alpha * share * config.workload.size_bits
+    upload = Upload(  # what is not compressed at all may be a little longer than its α says
+        beta=1.0 if share == 1 else min(1.0, bits / (32 * elements(shapes))),
         seed=draw_seed(config.run.seed, number, device, Purpose.QUANTIZE),
         binding=binding(config, number, device, plan),
         blocks=net.blocks(),
@@ -209,12 +210,12 @@ def screen(
     usual = statistics.median(cosines)
     found = {o.assignment.device: cosine for o, cosine in zip(usable, cosines, strict=True)}
     return [
-        _weigh(o, found[o.assignment.device], usual, rules, bench) if o.status == "ok" else o
+        _judge(o, found[o.assignment.device], usual, rules, bench) if o.status == "ok" else o
         for o in outcomes
     ]
 
 
-def _weigh(outcome: Outcome, cosine: float, usual: float, rules: Rules, bench: Bench) -> Outcome:
+def _judge(outcome: Outcome, cosine: float, usual: float, rules: Rules, bench: Bench) -> Outcome:
     """An update with its agreement, left out if all of its device's so far come to too little."""
     seen = bench.agreed.get(outcome.assignment.device, Agreed()).with_round(cosine, usual)
     known = replace(outcome, agreement=cosine)
@@ -273,14 +274,14 @@ def _describe_device(
 def charge(record: DeviceRecord, devices: Devices, i: int, workload: Workload) -> DeviceRecord:
     """What the i-th device pays for the FLOPs it computed, at its clock, and the bytes it sent."""
     here = devices.take(slice(i, i + 1))
-    cycles = float(cost.sub_model_cycles(here, workload, record.flops_ratio)[0])
-    upload_s = 8 * record.bytes_up / record.rate_bps
+    cycles = cost.sub_model_cycles(here, workload, record.flops_ratio)
+    clock, upload_s = np.array([record.frequency_hz]), 8 * record.bytes_up / record.rate_bps
     return replace(
         record,
-        compute_s=cycles / record.frequency_hz,
+        compute_s=float(cost.compute_time_s(cycles, clock)[0]),
         upload_s=upload_s,
-        compute_j=float(devices.energy_coefficient[i]) * record.frequency_hz**2 * cycles,
-        upload_j=upload_s * float(devices.power_w[i]),
+        compute_j=float(cost.compute_energy_j(cycles, clock, here.energy_coefficient)[0]),
+        upload_j=float(cost.upload_energy_j(np.array([upload_s]), here.power_w)[0]),
     )
 
 

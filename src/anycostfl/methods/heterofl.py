@@ -8,7 +8,9 @@ are late: HeteroFL does not know the radio.
 
 Deviations: the original does not compress; here the payload is our kernel codec's, at the rate
 recovered from the paper's table, and elements that were not sent count as zero. Widths are
-continuous instead of five classes.
+continuous instead of five classes. The original's clipping of gradients and, for non-IID data, its
+loss over a device's own classes alone are left out: they are parts of local training, which all
+methods share here.
 """
 
 from __future__ import annotations
