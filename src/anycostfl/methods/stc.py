@@ -58,7 +58,7 @@ def ternary(
     for place, ranks in zip(places, ranked, strict=True):
         kept[place] = ranks.largest(math.ceil(share * (place.stop - place.start)))
         chosen = np.abs(flat[place][kept[place]])
-        means.append(float(chosen.mean()) if chosen.size else 0.0)
+        means.append(float(chosen.mean(dtype=np.float64)) if chosen.size else 0.0)
     return Sparse(kept, tuple(means), np.where(flat[kept] > 0, 0, -1))
 
 
