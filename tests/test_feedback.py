@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import math
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -12,9 +13,13 @@ from torch import Tensor
 
 from anycostfl import ElasticModel, methods, models
 from anycostfl.codec import CODECS
+from anycostfl.coupling import copy_of
+from anycostfl.experiment import prepare
 from anycostfl.feedback import encode_with_feedback, no_residual
 from anycostfl.methods import Method, Upload
 from anycostfl.shrink import WidthPlan
+from anycostfl.workers import Job
+from small_runs import small_config
 
 State = dict[str, Tensor]
 KINDS = [
@@ -157,3 +162,19 @@ def test_every_model_has_a_residual_in_its_own_shapes() -> None:
         n: p.shape for n, p in module.named_parameters()
     }
     assert not any(t.any() or t.requires_grad for t in blank.values())
+
+
+def test_a_device_remembers_channels_where_they_were_at_first(tmp_path: Path) -> None:
+    config = small_config(tmp_path, "run.method=stc")
+    side, draw = prepare(config), torch.Generator().manual_seed(1)
+    order = {g.name: torch.randperm(g.size, generator=draw) for g in side.net.coupling.groups}
+    told = Upload(1 / 20, 0, b"plan", feedback=True)
+    parameters = side.net.module.named_parameters()
+    residual = {n: torch.randn(p.shape, generator=draw) for n, p in parameters}
+    plain = side.perform(Job(0, 1.0, told, 3, residual)).memory
+    side.net.load(side.net.permute(copy_of(side.net.module), order))
+    moved = side.perform(Job(0, 1.0, told, 3, residual, order)).memory
+    assert plain is not None
+    assert moved is not None
+    # Places cost other bits in another order, so that a few elements more or less are sent.
+    assert norm(added(moved, plain, -1.0)) < 0.2 * norm(plain)

@@ -6,13 +6,14 @@ import math
 import struct
 import time
 import zlib
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 from flwr.app import ArrayRecord, Message, RecordDict
+from torch import Tensor
 
 from anycostfl import methods
 from anycostfl.codec import compress
@@ -166,6 +167,26 @@ def test_memories_survive_between_messages_and_follow_the_channels(
     assert_same(flower, simulated)
     again = list(server.play(config, grid, QUICK, flower[-2].after))  # the last round once more
     assert_same([*flower[:-1], *again], simulated)
+
+
+def test_a_lost_reply_does_not_disturb_what_a_device_remembers(tmp_path: Path) -> None:
+    config = config_of(tmp_path, "run.rounds=3", "fleet.cohort=5", "run.method=anycostfl+")
+
+    def lose_the_first(device: int, sent: Message, reply: Message) -> Message | None:
+        first = sent.metadata.group_id == "0" and "task" in sent.content
+        return None if first and device == 4 else reply
+
+    grid = LocalGrid(5, lose_the_first)
+    list(server.play(config, grid, replace(QUICK, deadline_s=3.0)))
+    told: dict[int, list[Mapping[str, Tensor]]] = {}
+    for _, message in grid.sent:
+        if "task" in message.content:
+            task = messages.read_task(message.content)
+            told.setdefault(task.ask.round, []).append(task.moved)
+    assert sorted(told) == [0, 1, 2]
+    for orders in told.values():  # all are told the same, heard or not
+        assert orders[0]
+        assert all(torch.equal(o[n], orders[0][n]) for o in orders for n in orders[0])
 
 
 # --- what is sent ---------------------------------------------------------------------------------

@@ -117,7 +117,7 @@ def screened(folder: Path, bench: Bench, flipped: Sequence[int] = ()) -> dict[in
     """What becomes of the updates of a first round, by the place in the cohort."""
     side, assignments, _ = first_round(folder)
     lies = {assignments[i].device: "sign-flip" for i in flipped}
-    replies = InProcess(side).perform([a.job({}, lies) for a in assignments])
+    replies = InProcess(side).perform([a.job({}, {}, lies) for a in assignments])
     outcomes = receive(side.method, assignments, replies)
     rules = Rules(clip=2.0, agree=0.2)
     found = screen(side.method, outcomes, rules, tensors_of(side.net.module), bench)
@@ -161,7 +161,7 @@ def first_round(folder: Path, *more: str) -> tuple[DeviceSide, list[Assignment],
     limits = config.limits_of(config.run.method)
     strategies = side.method.plan(cohort.devices, config.workload, limits)
     assignments = assign(config, side, cohort, strategies, 0)
-    replies = list(InProcess(side).perform([a.job({}, {}) for a in assignments]))
+    replies = list(InProcess(side).perform([a.job({}, {}, {}) for a in assignments]))
     return side, assignments, replies
 
 

@@ -43,6 +43,7 @@ from anycostfl.errors import AnycostError
 from anycostfl.types import DeviceRecord, RoundRecord
 
 CONFIG, ENVIRONMENT = "config.toml", "environment.json"
+STATES = {"model": "state", "velocity": "velocity", "public": "public", "moved": "moved"}
 JOURNAL, COPY, TIMING = "rounds.jsonl", "rounds.copy.jsonl", "timing.jsonl"
 WIDTHS, PAGE = "widths.json", "report.html"
 KEPT_CHECKPOINTS = 2
@@ -56,13 +57,18 @@ class StorageError(AnycostError, OSError):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Checkpoint:
-    """The state after so many rounds."""
+    """The state after so many rounds.
+
+    `memories` are what simulated devices remember, `public` is the model as devices know it,
+    `moved` how channels have moved since the first round.
+    """
 
     rounds: int
     state: State
     memories: Mapping[int, State] = field(default_factory=dict)
     velocity: State = field(default_factory=dict)
     public: State = field(default_factory=dict)
+    moved: State = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -116,7 +122,7 @@ class RunWriter:
     def checkpoint(self, point: Checkpoint) -> None:
         """Save the state after so many rounds, then forget older ones."""
         rounds = point.rounds
-        kinds = {"model": point.state, "velocity": point.velocity, "public": point.public}
+        kinds = {kind: getattr(point, name) for kind, name in STATES.items()}
         kinds |= {f"memory/{device}": memory for device, memory in point.memories.items()}
         tensors = {f"{kind}/{n}": t for kind, state in kinds.items() for n, t in state.items()}
         path = self.folder / f"checkpoint-{rounds}.safetensors"
@@ -284,7 +290,7 @@ def read_checkpoint(path: Path) -> Checkpoint:
         tensors = {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118 - no mapping
     if about["crc32"] != _checksum(tensors):
         raise ValueError("its checksum does not match")
-    whole: dict[str, dict[str, Tensor]] = {"model": {}, "velocity": {}, "public": {}}
+    whole: dict[str, dict[str, Tensor]] = {kind: {} for kind in STATES}
     memories: dict[int, dict[str, Tensor]] = {}
     for key, tensor in tensors.items():
         kind, _, name = key.partition("/")
@@ -296,7 +302,8 @@ def read_checkpoint(path: Path) -> Checkpoint:
     rounds = about["rounds"]
     if type(rounds) is not int or rounds < 0:
         raise ValueError(f"it says {rounds!r} rounds")
-    return Checkpoint(rounds, whole["model"], memories, whole["velocity"], whole["public"])
+    states = {name: whole[kind] for kind, name in STATES.items()}
+    return Checkpoint(rounds, memories=memories, **states)
 
 
 def _checksum(tensors: Mapping[str, Tensor]) -> str:

@@ -55,10 +55,10 @@ class Assignment:
     seed: int
     weight: float
 
-    def job(self, memories: Mapping[int, State], liars: Mapping[int, str]) -> Job:
+    def job(self, memories: Mapping[int, State], moved: State, liars: Mapping[int, str]) -> Job:
         """What the device has to know, and how it lies in an experiment with liars."""
         memory, lie = memories.get(self.device), liars.get(self.device, "")
-        return Job(self.device, self.plan.alpha, self.upload, self.seed, memory, lie)
+        return Job(self.device, self.plan.alpha, self.upload, self.seed, memory, moved, lie)
 
 
 def assign(

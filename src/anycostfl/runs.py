@@ -10,8 +10,10 @@ from collections.abc import Generator
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from anycostfl import methods
 from anycostfl.config import Config, parse_config
 from anycostfl.downlink import Ledger, ledger_of
+from anycostfl.errors import AnycostError
 from anycostfl.gate import Bench, bench_of
 from anycostfl.records import Checkpoint, RunWriter, open_run
 from anycostfl.types import RoundRecord
@@ -47,6 +49,28 @@ class Stopped:
     remarks: tuple[str, ...]
 
 
+def check_engine(before: Stopped, *, simulated: bool) -> None:
+    """What updates left over lies in a simulated run's checkpoint, or with real devices.
+
+    So a run goes on where it began: elsewhere it would be forgotten.
+    """
+    if before.start is None:
+        return
+    config, folder, here = before.config, before.writer.folder, bool(before.start.memories)
+    asked, method = config.compression.feedback, methods.load(config.run.method)
+    worked = any(d.status == "ok" for record in before.records for d in record.devices)
+    if simulated and not here and worked and (method.feedback if asked is None else asked):
+        raise AnycostError(
+            f"the devices of {folder} keep what their updates left over, the simulator cannot go "
+            "on without; use --engine flower, or anycostfl serve"
+        )
+    if here and not simulated:
+        raise AnycostError(
+            f"{folder} was simulated, and what updates left over lies in its checkpoint; go on "
+            f"with: anycostfl run --resume {folder}"
+        )
+
+
 def take_up(folder: Path) -> Stopped:
     """Open a run directory to go on from its newest whole checkpoint."""
     saved, writer = open_run(folder)
@@ -59,6 +83,7 @@ def take_up(folder: Path) -> Stopped:
             point.memories,
             point.velocity,
             point.public,
+            point.moved,
             bench_of(saved.records, config.gate),
             ledger_of(saved.records),
         )

@@ -48,25 +48,25 @@ class Server:
         self.bench = start.bench if start else Bench()
         self.ledger = start.ledger if start else Ledger()
         self.public: State = start.public if start else {}
+        self.moved: State = start.moved if start else {}  # where each channel was at first
         self.step: Step | None = None
         if start is not None:
             self.net.load(start.state)
         elif config.compression.downlink:
             self.public = first_public(self.net.module)
 
-    def begin(self, number: int) -> State:
-        """Sort the channels (Sec. III-B.1) and all that lives in their coordinates; the order.
+    def begin(self, number: int) -> None:
+        """Sort the channels (Sec. III-B.1) and all that lives in their coordinates.
 
-        Then bring the public model up to date, if there is one. The order is empty with methods
-        that do not sort.
+        Then bring the public model up to date, if there is one.
         """
         order = self.net.sort_channels() if self.method.sorts_channels else {}
+        self.moved = {n: self.moved[n][new] if self.moved else new for n, new in order.items()}
         if order and self.velocity:
             self.velocity = self.net.permute(self.velocity, order)
         if share := self.config.compression.downlink:
             belongs = to_toml(self.config), number
             self.step, self.public = make_step(self.net, self.public, order, share, belongs)
-        return order
 
     def plan(self, number: int, cohort: Cohort, drawn: Sequence[int]) -> Round:
         """The strategy of every device (Sec. IV), and what those who can afford one are told."""
@@ -117,5 +117,5 @@ class Server:
 
     def snapshot(self, number: int, memories: Mapping[int, State]) -> Snapshot:
         """Where to go on after a round."""
-        state, kept = copy_of(self.net.module), (self.velocity, self.public)
+        state, kept = copy_of(self.net.module), (self.velocity, self.public, self.moved)
         return Snapshot(number + 1, state, dict(memories), *kept, self.bench, self.ledger)

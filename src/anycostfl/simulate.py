@@ -30,7 +30,7 @@ def run(config: Config, *, workers: int = 1) -> Iterator[RoundRecord]:
 def play(config: Config, *, workers: int = 1, start: Snapshot | None = None) -> Turns:
     """The training procedure of the paper, round after round."""
     server = Server(config, start)
-    net, side = server.net, server.side
+    side = server.side
     profiles = {name: load_profile(name) for name in config.fleet.profiles}
     everyone = range(config.fleet.devices)
     liars = attacks.liars(config.attack, config.fleet.devices, config.run.seed)
@@ -38,9 +38,7 @@ def play(config: Config, *, workers: int = 1, start: Snapshot | None = None) -> 
 
     with one_thread(), open_executor(side, workers) as executor:
         for number in range(server.first, config.run.rounds):
-            if order := server.begin(number):
-                memories = {i: net.permute(memory, order) for i, memory in memories.items()}
-
+            server.begin(number)
             cohort = draw_cohort(
                 config.fleet,
                 seed=config.run.seed,
@@ -53,7 +51,8 @@ def play(config: Config, *, workers: int = 1, start: Snapshot | None = None) -> 
             planned = server.plan(number, cohort, drawn.tolist())
 
             with server.showing():
-                replies = executor.perform([a.job(memories, liars) for a in planned.assignments])
+                jobs = [a.job(memories, server.moved, liars) for a in planned.assignments]
+                replies = executor.perform(jobs)
                 outcomes = receive(server.method, planned.assignments, replies)
             outcomes = server.absorb(outcomes)
             memories |= {o.reply.device: o.reply.memory for o in outcomes if o.reply.memory}

@@ -14,7 +14,7 @@ import multiprocessing
 import signal
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from typing import Any, Protocol
@@ -85,13 +85,17 @@ class Shared:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Job:
-    """What the server asks of a device: its width, how to upload, its seed, what it remembered."""
+    """What the server asks of a device: its width, how to upload, its seed, what it remembered.
+
+    It remembers channels where they were in the first round; `moved` says where they are now.
+    """
 
     device: int
     alpha: float
     upload: Upload
     seed: int
     memory: State | None = None
+    moved: State = field(default_factory=dict)
     lie: str = ""  # a kind of attack, in experiments
 
 
@@ -142,11 +146,15 @@ class DeviceSide:
                 return Reply(job.device, self.method.encode(update, job.upload))
             residual = job.memory or no_residual(dict(self.net.module.named_parameters()))
             payload, left = encode_with_feedback(
-                self.method, update, job.upload, residual, sub.plan
+                self.method, update, job.upload, self._moved(residual, job.moved), sub.plan
             )
         except (UpdateError, BetaError) as error:
             return Reply(job.device, error=str(error), memory=job.memory)
-        return Reply(job.device, payload, memory=left)
+        back = {name: order.argsort() for name, order in job.moved.items()}
+        return Reply(job.device, payload, memory=self._moved(left, back))
+
+    def _moved(self, state: State, order: State) -> State:
+        return self.net.permute(state, order) if order else state
 
     def samples_of(self, device: int) -> Tensor:
         """The indices of a device's training samples."""

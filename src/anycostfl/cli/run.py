@@ -20,7 +20,7 @@ from anycostfl.errors import ConfigError
 from anycostfl.experiment import settle
 from anycostfl.fleet import draw_cohort
 from anycostfl.records import RunWriter
-from anycostfl.runs import Snapshot, keep, take_up
+from anycostfl.runs import Snapshot, check_engine, keep, take_up
 from anycostfl.types import RoundRecord
 
 
@@ -41,6 +41,7 @@ def run(
         if set_ or out_dir or dry_run:
             raise ConfigError(["--resume takes the run as it is: no --set, --out or --dry-run"])
         before = take_up(resume)
+        check_engine(before, simulated=engine == "own")
         for remark in before.remarks:
             err.print(f"[yellow]note:[/] {escape(remark)}")
         config, writer = before.config, before.writer
@@ -57,7 +58,8 @@ def run(
     conclude(config, writer.folder, records, stopped=stopped, json=json)
     if stopped:
         if not json:
-            out.print(f"Stopped. Go on with: anycostfl run --resume {writer.folder}")
+            how = "" if engine == "own" else f" --engine {engine}"
+            out.print(f"Stopped. Go on with: anycostfl run --resume {writer.folder}{how}")
         raise typer.Exit(130)
 
 

@@ -63,7 +63,7 @@ def train(message: Message, context: Context) -> Message:
     task = read_task(message.content)
     device = open_device(context.node_config, task.ask)
     torch.set_num_threads(device.setup.threads)
-    memory = device.move(recall(context.state, task.ask), task.order)
+    memory = recall(context.state, task.ask)
     try:
         public = device.catch_up(device.public(context.state), task.download)
         keep_public(context.state, public)
@@ -75,7 +75,6 @@ def train(message: Message, context: Context) -> Message:
         payload=reply.payload,
         error=reply.error,
         busy_s=time.perf_counter() - begin,
-        remembers=bool(reply.memory),
         offer=device.offer(task.ask.round + 1, device.public(context.state)),
     )
     return Message(result.pack(), reply_to=message)
@@ -159,17 +158,13 @@ class Device:
             public = take_step(self.side.net, public, step, self.text)
         return public
 
-    def move(self, memory: State | None, order: State) -> State | None:
-        """What the device remembers, in the coordinates that the global model has now."""
-        return self.side.net.permute(memory, order) if memory and order else memory
-
     def perform(self, task: Task, public: State, memory: State | None) -> Reply:
         """Train the sub-model that came or is cut from the public model, and compress."""
         if task.device != self.setup.device:
             raise MessageError(f"a task for device {task.device}, this is {self.setup.device}")
         side = self.side
         upload = replace(task.upload, blocks=side.net.blocks())
-        job = Job(task.device, task.alpha, upload, task.seed, memory)
+        job = Job(task.device, task.alpha, upload, task.seed, memory, task.moved)
         return side.work(self.submodel(task, public), self.samples(), job)
 
     def submodel(self, task: Task, public: State) -> SubModel:

@@ -152,8 +152,8 @@ class Task:
     """What one device has to do in a round.
 
     Its sub-model comes as `weights`, or is cut from the public model that the `download` brings up
-    to date. `order` says how the global channels moved since this device last took part, for
-    whatever it remembers in their coordinates; empty where nothing moved.
+    to date. `moved` says how the global channels have moved since the first round, in whose order a
+    device remembers what it has left over; empty where that does not matter.
     """
 
     ask: Ask
@@ -163,7 +163,7 @@ class Task:
     upload: Upload
     seed: int
     weights: bytes
-    order: State
+    moved: State
     download: Download = field(default_factory=Download)
 
     @property
@@ -193,7 +193,7 @@ class Task:
                 **self.ask.pack(),
                 "task": table,
                 "weights": ArrayRecord({"weights": _bytes_array(self.weights, WEIGHTS)}),
-                "order": pack_state(self.order),
+                "moved": pack_state(self.moved),
                 **self.download.pack(),
             }
         )
@@ -218,7 +218,7 @@ def read_task(records: RecordDict) -> Task:
         upload=Upload(**upload),  # type: ignore[arg-type]  # packed from the same fields
         seed=_value(table, "seed", int),
         weights=_bytes_of(records, "weights", "weights", WEIGHTS),
-        order=read_state(records, "order"),
+        moved=read_state(records, "moved"),
         download=read_download(records),
     )
 
@@ -227,21 +227,18 @@ def read_task(records: RecordDict) -> Task:
 class Result:
     """What a device made of its task.
 
-    `error` says why there is no payload; `busy_s` is how long it worked; `remembers` whether it
-    keeps something in global coordinates; `offer` is what it can afford in the next round.
+    `error` says why there is no payload; `busy_s` is how long it worked; `offer` is what it can
+    afford in the next round.
     """
 
     payload: bytes
     error: str
     busy_s: float
-    remembers: bool
     offer: Offer
 
     def pack(self) -> RecordDict:
         """As records."""
-        table = ConfigRecord(
-            {"error": self.error, "busy_s": self.busy_s, "remembers": self.remembers}
-        )
+        table = ConfigRecord({"error": self.error, "busy_s": self.busy_s})
         return RecordDict(
             {
                 "result": table,
@@ -258,7 +255,6 @@ def read_result(records: RecordDict) -> Result:
         payload=_bytes_of(records, "payload", "payload", PAYLOAD),
         error=_value(table, "error", str),
         busy_s=_value(table, "busy_s", float),
-        remembers=_value(table, "remembers", bool),
         offer=read_offer(records),
     )
 

@@ -80,11 +80,10 @@ class Gathered:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Answer:
-    """What came back for a task, how long the device worked, whether it remembers something."""
+    """What came back for a task, and how long the device worked."""
 
     reply: Reply
     busy_s: float = 0.0
-    remembers: bool = False
 
 
 class Roster:
@@ -324,7 +323,7 @@ def answer_to(task: Task, message: Message, sent_bytes: int) -> Answer:
     except MessageError as problem:
         return Answer(replace(sizes, unreadable=str(problem)))
     reply = replace(sizes, payload=result.payload, error=result.error)
-    return Answer(reply, result.busy_s, result.remembers)
+    return Answer(reply, result.busy_s)
 
 
 def as_missing(task: Task, why: str, sent_bytes: int) -> Answer:

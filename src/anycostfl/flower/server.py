@@ -20,7 +20,6 @@ from dataclasses import replace
 from logging import INFO, WARNING
 from pathlib import Path
 
-import torch
 from flwr.app import Context
 from flwr.app.user_config import UserConfig
 from flwr.common.logger import log
@@ -34,11 +33,9 @@ from anycostfl.flower.messages import Ask, Task, pack_weights
 from anycostfl.flower.orphans import end_with_parent
 from anycostfl.flower.post import PostOffice, quicken
 from anycostfl.flower.roster import Roster, Terms
-from anycostfl.methods import State
 from anycostfl.rounds import Outcome, evaluate, is_due, receive
-from anycostfl.runs import Snapshot, Turn, Turns, keep, take_up
+from anycostfl.runs import Snapshot, Turn, Turns, check_engine, keep, take_up
 from anycostfl.server import Round, Server
-from anycostfl.shrink import ElasticModel
 from anycostfl.types import DeviceRecord
 from anycostfl.workers import InProcess, one_thread
 
@@ -59,6 +56,7 @@ def main(grid: Grid, context: Context) -> None:
     with sole_server(folder, context.run_id):
         try:
             before = take_up(folder)
+            check_engine(before, simulated=False)
             for remark in before.remarks:
                 log(WARNING, "%s", remark)
             pace = Pace(folder / PACE)
@@ -107,26 +105,24 @@ def play(
 ) -> Turns:
     """The training procedure of the paper on the devices behind a Grid, round after round.
 
-    Devices keep their memories; the snapshot holds how channels moved since each was last here.
+    Devices keep their memories themselves.
     """
     server = Server(config, start)
     roster = Roster(PostOffice(grid), config, terms)
-    moved: dict[int, State] = dict(start.memories) if start else {}
     chain = Chain(server.public)
     pace = pace or Pace()
 
     with one_thread():
         for number in range(server.first, config.run.rounds):
             pace.begin(number)
-            if order := server.begin(number):
-                moved = {device: follow(before, order) for device, before in moved.items()}
+            server.begin(number)
             chain.add(server.step, server.public)
 
             least = terms.wait_for if number == server.first else terms.min_replies
             gathered = roster.gather(number, least, server.bench)
             pace.lap("gather_s")
             planned = server.plan(number, gathered.cohort, gathered.drawn)
-            tasks = make_tasks(server, roster.ask(number), planned, moved)
+            tasks = make_tasks(server, roster.ask(number), planned)
             if server.step:
                 tasks = [by_steps(task, chain, gathered.holds) for task in tasks]
             pace.lap("plan_s")
@@ -138,8 +134,6 @@ def play(
             replies = (answer.reply for answer in answers)
             outcomes = receive(server.method, planned.assignments, replies)
             outcomes = server.absorb(enough(outcomes, terms.min_replies))
-            if order:
-                moved |= {a.reply.device: stay(server.net) for a in answers if a.remembers}
             pace.lap("aggregate_s")
 
             due = is_due(config, number)
@@ -151,14 +145,14 @@ def play(
                 downloads={task.device: task.size for task in tasks},
                 absent=absent(gathered.silent),
             )
-            after = server.snapshot(number, moved)
+            after = server.snapshot(number, {})
             pace.lap("evaluate_s")
             yield Turn(record, after)
             pace.lap("write_s")
             pace.end()
 
 
-def make_tasks(server: Server, ask: Ask, planned: Round, moved: dict[int, State]) -> list[Task]:
+def make_tasks(server: Server, ask: Ask, planned: Round) -> list[Task]:
     """What each device is sent: only the channels of its sub-model, or none where it gets steps."""
     net, state = server.net, tensors_of(server.net.module)
     return [
@@ -170,7 +164,7 @@ def make_tasks(server: Server, ask: Ask, planned: Round, moved: dict[int, State]
             upload=a.upload,
             seed=a.seed,
             weights=b"" if server.step else pack_weights(net, state, a.plan),
-            order=moved.get(a.device, {}),
+            moved=server.moved if a.upload.feedback else {},
         )
         for a in planned.assignments
     ]
@@ -194,16 +188,6 @@ def absent(devices: Sequence[int]) -> tuple[DeviceRecord, ...]:
     """Records of devices that were chosen and never said what they can afford."""
     why = "missing: it did not say what it can afford"
     return tuple(DeviceRecord(device, why, 0, 0.0, 0.0, 0.0) for device in devices)
-
-
-def stay(net: ElasticModel) -> State:
-    """The order in which nothing has moved."""
-    return {group.name: torch.arange(group.size) for group in net.coupling.groups}
-
-
-def follow(before: State, order: State) -> State:
-    """Two moves of the channels as one."""
-    return {name: old[order[name]] for name, old in before.items()}
 
 
 class Pace:

@@ -27,8 +27,7 @@ from anycostfl.fleet import choose
 from anycostfl.flower.broadcast import Chain
 from anycostfl.flower.messages import Ask, MessageError, Offer, Task, read_offer, wire_bytes
 from anycostfl.flower.roster import ASK_S, answer_to, as_missing, cohort_of
-from anycostfl.flower.server import by_steps, follow, make_tasks, stay
-from anycostfl.methods import State
+from anycostfl.flower.server import by_steps, make_tasks
 from anycostfl.rounds import evaluate, is_due, receive
 from anycostfl.server import Round, Server
 from anycostfl.types import RoundRecord
@@ -51,7 +50,6 @@ class AnycostStrategy(Strategy):
         self.config = config
         self.records: list[RoundRecord] = []
         self._server = Server(config)
-        self._moved: dict[int, State] = {}
         self._chain = Chain(self._server.public)
         self._sent: _Sent | None = None
 
@@ -72,8 +70,7 @@ class AnycostStrategy(Strategy):
         del config  # what devices need to know is in their tasks
         server, number = self._server, server_round - 1
         server.net.load(arrays.to_torch_state_dict())
-        if order := server.begin(number):
-            self._moved = {device: follow(before, order) for device, before in self._moved.items()}
+        server.begin(number)
         self._chain.add(server.step, server.public)
         ask = Ask(to_toml(self.config), number)
         nodes = self._offers(grid, ask)
@@ -86,7 +83,7 @@ class AnycostStrategy(Strategy):
             log(WARNING, "no device is there; the round changes nothing")
             return []
         planned = server.plan(number, cohort_of([nodes[i][1] for i in chosen]), drawn)
-        made = make_tasks(server, ask, planned, self._moved)
+        made = make_tasks(server, ask, planned)
         if server.step:
             holds = {device: offer.holds for device, (_, offer) in nodes.items()}
             made = [by_steps(task, self._chain, holds) for task in made]
@@ -121,8 +118,6 @@ class AnycostStrategy(Strategy):
         server = self._server
         replied = (answer.reply for answer in answers)
         outcomes = server.absorb(receive(server.method, sent.planned.assignments, replied))
-        if server.method.sorts_channels:
-            self._moved |= {a.reply.device: stay(server.net) for a in answers if a.remembers}
         due = is_due(self.config, number)
         accuracy = evaluate(server.side, InProcess(server.side)) if due else None
         downloads = {task.device: task.size for task in sent.tasks.values()}
