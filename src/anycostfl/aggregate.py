@@ -60,7 +60,8 @@ class Rules:
         round in memory.
     trim: the share that `trimmed` leaves out at either end.
     step: how far the global model follows what the devices agree on.
-    momentum: how much of the last step of an element goes into its next one.
+    momentum: how much of the last step of an element goes into its next one; unset, as the method
+        does.
     """
 
     clip: Annotated[float, Interval(0.0)] = 5.0
@@ -69,7 +70,7 @@ class Rules:
     combine: Annotated[str, OneOf(("mean", "trimmed", "median"))] = "mean"
     trim: Annotated[float, Interval(0.0, 0.5)] = 0.2
     step: Positive = 1.0
-    momentum: Annotated[float, Interval(0.0, 0.999)] = 0.0
+    momentum: Annotated[float | None, Interval(0.0, 0.999)] = None
 
     def __post_init__(self) -> None:
         check_fields(self)

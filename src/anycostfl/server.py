@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from anycostfl.aggregate import advance
 from anycostfl.config import Config, to_toml
@@ -43,6 +43,9 @@ class Server:
     def __init__(self, config: Config, start: Snapshot | None = None) -> None:
         self.config, self.side = config, prepare(config)
         self.net, self.method = self.side.net, self.side.method
+        self.rules = config.aggregation
+        if self.rules.momentum is None:
+            self.rules = replace(self.rules, momentum=self.method.momentum)
         self.first = start.rounds if start else 0  # the round to go on with
         self.velocity: State = start.velocity if start else {}
         self.bench = start.bench if start else Bench()
@@ -82,7 +85,7 @@ class Server:
 
     def absorb(self, outcomes: Sequence[Outcome]) -> list[Outcome]:
         """Move the global model by the updates that count (Sec. III-D); outcomes say which do."""
-        net, rules = self.net, self.config.aggregation
+        net, rules = self.net, self.rules
         outcomes = screen(self.method, outcomes, rules, tensors_of(net.module), self.bench)
         updates = accepted(self.method, outcomes, rules)
         state, self.velocity = advance(tensors_of(net.module), updates, rules, self.velocity)

@@ -53,8 +53,9 @@ class Method:
         or the configuration asks for it.
     prepare: what a device does to a sub-model, cut from that whole, before it trains; mostly
         nothing.
-    codec, feedback: what updates are coded with, if the method has no coding of its own, and
-        whether error feedback is part of it; the configuration may ask otherwise.
+    codec, feedback, momentum: what updates are coded with, if the method has no coding of its own,
+        whether error feedback is part of it, and the server's momentum; the configuration may ask
+        otherwise.
     """
 
     summary: str
@@ -66,6 +67,7 @@ class Method:
     by_samples: bool = False
     codec: str = "kernel"
     feedback: bool = False
+    momentum: float = 0.0
     prepare: Callable[[nn.Module, nn.Module], None] = field(default=lambda _module, _whole: None)
 
 

@@ -1,8 +1,9 @@
-"""AnycostFL with what came after the paper: the low-rank codec, error feedback, thin uploads.
+"""AnycostFL with what came after the paper: low rank, error feedback, thin uploads, momentum.
 
 Low rank keeps nearly all of an update in a few hundredths of what the paper's codec needs (decision
 0011), and what a payload could not carry is sent later (decision 0012). So β stays below `THIN`
-whatever the planner could afford, and time and energy go into computing: wider sub-models.
+whatever the planner could afford, and time and energy go into computing: wider sub-models. Low rank
+sends no mask, so every element moves in every round, and the server's momentum can build on it.
 """
 
 from __future__ import annotations
@@ -25,8 +26,9 @@ def plan(devices: Devices, workload: Workload, limits: Limits) -> Strategies:
 
 METHOD = replace(
     PAPERS,
-    summary="AnycostFL+: low-rank updates with error feedback, wider sub-models",
+    summary="AnycostFL+: low rank, error feedback, momentum, wider sub-models",
     plan=plan,
     codec="lowrank",
     feedback=True,
+    momentum=0.5,
 )
