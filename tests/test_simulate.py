@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -10,9 +11,12 @@ import pytest
 import torch
 
 from anycostfl import methods
-from anycostfl.errors import ConfigError
-from anycostfl.experiment import prepare
-from anycostfl.runs import Turn
+from anycostfl.config import to_toml
+from anycostfl.errors import AnycostError, ConfigError
+from anycostfl.experiment import prepare, settle
+from anycostfl.records import RunWriter
+from anycostfl.runs import Turn, check_engine, keep, take_up
+from anycostfl.server import Server
 from anycostfl.simulate import play
 from anycostfl.workers import DeviceSide, Job, Purpose, Reply, draw_seed
 from small_runs import small_config
@@ -199,3 +203,29 @@ def test_seeds_differ_in_every_argument() -> None:
         for purpose in Purpose
     }
     assert len(seeds) == 3 * 3 * 3 * len(Purpose)
+
+
+def test_momentum_is_the_methods_unless_asked_for(tmp_path: Path) -> None:
+    def momentum(*changes: str) -> float | None:
+        return Server(small_config(tmp_path, *changes)).rules.momentum
+
+    assert momentum() == 0.0
+    assert momentum("run.method=anycostfl+") == 0.5
+    assert momentum("run.method=anycostfl+", "aggregation.momentum=0") == 0.0
+    assert momentum("aggregation.momentum=0.3") == 0.3
+
+
+@pytest.mark.parametrize("first", ["simulated", "over flower"])
+def test_with_feedback_a_run_goes_on_where_it_began(tmp_path: Path, first: str) -> None:
+    config = settle(small_config(tmp_path, "run.method=stc", "run.rounds=3"))
+    writer = RunWriter.create(tmp_path / "run", to_toml(config))
+    turns = keep(play(config), config, writer)
+    turn = next(turns)
+    turns.close()
+    if first == "over flower":  # where devices keep their memories
+        writer.checkpoint(replace(turn.after, memories={}))
+    before = take_up(tmp_path / "run")
+    simulated = first == "simulated"
+    check_engine(before, simulated=simulated)
+    with pytest.raises(AnycostError, match="run --resume" if simulated else "--engine flower"):
+        check_engine(before, simulated=not simulated)
