@@ -1,4 +1,4 @@
-"""The map from the paper to the code leads somewhere, and the README's commands exist."""
+"""The map from the paper to the code leads somewhere, and what the README shows works."""
 
 from __future__ import annotations
 
@@ -8,6 +8,11 @@ from functools import reduce
 from pathlib import Path
 
 import pytest
+import torch
+from torch import nn
+
+from anycostfl import ElasticModel, models, save_elastic
+from small_runs import small_overrides
 
 ROOT = Path(__file__).parents[1]
 ROWS = re.findall(
@@ -50,3 +55,23 @@ def test_documents_point_at_files_that_exist() -> None:
         for link in re.findall(r"\]\(([^)#]+)\)", document.read_text()):
             if "://" not in link:
                 assert (document.parent / link).exists(), f"{document.name} links to {link}"
+
+
+def test_the_readmes_python_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All blocks, top to bottom, on something small."""
+
+    def my_training(module: nn.Module) -> None:
+        with torch.no_grad():
+            for parameter in module.parameters():
+                parameter.mul_(0.9)
+
+    monkeypatch.chdir(tmp_path)
+    module = models.load("resnet18").build()
+    names = {"module": module, "my_training": my_training, "small": small_overrides(tmp_path)}
+    net = ElasticModel(module, torch.randn(2, 3, 32, 32))
+    save_elastic(net, tmp_path / "all.safetensors", model="resnet18")
+    blocks = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.S)
+    assert len(blocks) >= 4
+    for block in blocks:
+        exec(block.replace('load_preset("demo")', 'load_preset("demo", small)'), names)  # noqa: S102
+    assert len(names["smaller"]) < len(names["payload"])

@@ -12,7 +12,7 @@ from typing import Annotated
 import typer
 
 from anycostfl.cli._console import out, table
-from anycostfl.compare import Case, Records, only_one
+from anycostfl.compare import CannotCompare, Case, Records, only_one
 from anycostfl.config import Config, load_preset
 from anycostfl.errors import ConfigError
 from anycostfl.experiment import settle
@@ -74,7 +74,8 @@ def progress(*, quiet: bool) -> Callable[[Case, Records], None]:
 @contextmanager
 def working_on(folder: Path, *, only_show: bool) -> Iterator[None]:
     """Keep others away while playing; Ctrl-C ends with a word on how to go on."""
-    folder.mkdir(parents=True, exist_ok=True)
+    if only_show and not folder.is_dir():
+        raise CannotCompare(f"there are no runs in {folder} yet; without --show they are played")
     try:
         with nullcontext() if only_show else only_one(folder):
             yield

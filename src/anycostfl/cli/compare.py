@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from contextlib import suppress
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Annotated
 
@@ -34,7 +34,9 @@ from anycostfl.cli._series import (
 from anycostfl.cli.run import check_workers
 from anycostfl.compare import (
     HEADER,
-    Row,
+    CannotCompare,
+    Enough,
+    Records,
     Series,
     as_cells,
     lasted,
@@ -44,9 +46,9 @@ from anycostfl.compare import (
     to_csv,
     to_markdown,
 )
+from anycostfl.config import Config
 from anycostfl.errors import ConfigError, MissingExtra
 from anycostfl.report import draw_curves
-from anycostfl.types import RoundRecord
 
 
 def compare(
@@ -71,7 +73,8 @@ def compare(
 
     With --rates, each method is tried at every rate (all for a quarter of --trial rounds, the
     better half for half of it, and so on; larger ones too, while the largest is the best) and goes
-    on with the one that did best. Ctrl-C stops cleanly; the same command goes on.
+    on with the one that did best. Ctrl-C stops cleanly; the same command goes on. The table shows
+    all methods that have runs in the folder.
     """
     config = asked(preset, set_, target, rounds)
     if seeds < 1:
@@ -83,10 +86,9 @@ def compare(
     if background:
         go_on_alone(folder)
         return
-    goal, first = config.run.target_accuracy, config.run.seed
+    goal = config.run.target_accuracy
     enough = lasted(config.run.rounds) if full else reached(goal)
-    rows: list[Row] = []
-    curves: dict[str, list[RoundRecord]] = {}
+    found: dict[str, list[tuple[Config, Records]]] = {}
     with working_on(folder, only_show=only_show):
         series = Series(
             folder,
@@ -97,12 +99,14 @@ def compare(
             trial=trial,
         )
         for method in chosen:
-            rate = series.best_rate(config, method)
-            cases = [make_case(config, method, rate, seed) for seed in range(first, first + seeds)]
-            runs = [(c.config, r) for c in cases if (r := series.advance(c, enough))]
-            if runs:
-                rows.append(make_row(method, runs, goal))
-                curves[method] = list(runs[0][1])
+            found[method] = _runs_of(series, config, method, seeds, enough)
+    there = replace(series, play=False)
+    for method in set(methods.names()) - set(chosen):  # of earlier commands, for the same table
+        with suppress(CannotCompare):  # other settings, another table
+            found[method] = _runs_of(there, config, method, seeds, enough)
+    order = [m for m in (*methods.names(), *chosen) if found.get(m)]
+    rows = [make_row(method, found[method], goal) for method in dict.fromkeys(order)]
+    curves = {row.label: list(found[row.label][0][1]) for row in rows}
     cells = as_cells(rows, name)
     stem = folder / ("tuned" if len(grid) > 1 else "results")
     stem.with_suffix(".md").write_text(to_markdown(HEADER, cells))
@@ -114,3 +118,12 @@ def compare(
         return
     show(f"{config.summary or name}: cost to {100 * goal:g} %", HEADER, cells)
     out.print(f"Everything is in {folder}: {stem.name}.md, .csv and .png, and one folder a run")
+
+
+def _runs_of(
+    series: Series, config: Config, method: str, seeds: int, enough: Enough
+) -> list[tuple[Config, Records]]:
+    """The runs of a method at its best rate, one per seed."""
+    rate, first = series.best_rate(config, method), config.run.seed
+    cases = [make_case(config, method, rate, seed) for seed in range(first, first + seeds)]
+    return [(c.config, records) for c in cases if (records := series.advance(c, enough))]
