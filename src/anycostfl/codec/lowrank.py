@@ -33,6 +33,7 @@ EXPONENTS = (-400, 160)  # of Δ
 FILLED = 0.97
 EXPECTED = 0.985  # real bits over estimated ones, mostly
 TRIES = 8
+AWAY = 16  # steps to leave a wrong estimate by, then four times as many
 BLOCK = 64  # rows decoded at a time
 FINEST, COARSEST = -32 * FINENESS, 2 * FINENESS  # Δ from 2^-24 to 2^10, the update being below 1
 
@@ -93,25 +94,33 @@ class Draft:
 def compress_lowrank(update: Sequence[Floats], budget: int, tie: Bond) -> bytes:
     """The fullest payload within the budget; tensors in the order of their names."""
     draft = Draft(update, budget, tie)
-    best = seal(MAGIC, b"", tie)
-    # The estimate is right up to a factor that hardly depends on the step: learn it on the way.
-    # Where a tensor changes its way the size may jump; halving finds the better side of that.
-    ratio, low, high = EXPECTED, FINEST, COARSEST
-    for attempt in range(TRIES if any(draft.readings) else 0):
-        aim = 8 * (budget - OVERHEAD) * (1 + FILLED) / 2 / ratio
-        index = min(max(_coarsen(draft, aim), low), high) if attempt < 3 else (low + high) // 2
+    best, ratio, away = seal(MAGIC, b"", tie), EXPECTED, AWAY
+    fails, fits = FINEST - 1, COARSEST + 1  # the nearest steps tried; at first outside the scale
+    for _ in range(TRIES if any(draft.readings) else 0):
+        index = _coarsen(draft, 8 * (budget - OVERHEAD) * (1 + FILLED) / 2 / ratio)
+        if not fails < index < fits:  # the estimate errs: search without it
+            index = _between(fails, fits, away)
+            away *= 4
         payload = draft.encode(index)
-        if len(payload) <= budget:
-            best, high = max(best, payload, key=len), index - 1
-            if len(payload) >= FILLED * budget:
-                break
+        if len(payload) > budget:
+            fails = index
         else:
-            low = index + 1
-        if low > high:
+            best, fits = max(best, payload, key=len), index
+        if fits - fails == 1 or len(best) >= FILLED * budget:
             break
+        # The estimate is right up to a factor that hardly depends on the step: learn it.
         if draft.bits(index):
             ratio = 8 * (len(payload) - OVERHEAD) / draft.bits(index)
     return best
+
+
+def _between(fails: int, fits: int, away: int) -> int:
+    """So far from the one end that was tried, or half-way between two."""
+    if fails < FINEST:
+        return max(fits - away, FINEST)
+    if fits > COARSEST:
+        return min(fails + away, COARSEST)
+    return (fails + fits) // 2
 
 
 def _coarsen(draft: Draft, bits: float) -> int:
