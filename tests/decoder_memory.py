@@ -8,15 +8,17 @@ from __future__ import annotations
 import ctypes
 import json
 import math
+import struct
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import numpy as np
 import torch
 
 from anycostfl import methods
-from anycostfl.codec import entropy, frame, kernels, wire
+from anycostfl.codec import entropy, frame, kernelplus, kernels, wire
+from anycostfl.codec.context import Writer, likelihoods
 from anycostfl.codec.varint import varint
 from anycostfl.errors import PayloadError
 from anycostfl.methods import Upload
@@ -61,6 +63,9 @@ def payloads(method: methods.Method, codec: str) -> Iterator[tuple[str, bytes]]:
         yield name, method.encode(update, Upload(BETA, 0, BINDING, codec=codec))
     if method is methods.load("anycostfl") and codec == "kernel":
         yield "every element a kernel", amplified()
+    if codec == "kernel+":
+        yield "every element a kernel", in_context(lambda _: 1)
+        yield "kernels of more than half a row", in_context(lambda width: width // 2 + 1)
     little = {n: torch.randn(s, generator=draw) for n, s in SMALL.items()}
     valid = method.encode(little, Upload(0.5, 0, BINDING, codec=codec))
     magic, tie = valid[:4], frame.bond(BINDING, PLAN)
@@ -89,6 +94,19 @@ def amplified() -> bytes:
         tensors, kernels.Grid(0.0, 1.0, 1), entropy.encode_table(6, freq), levels, b"", b""
     )
     return wire.pack(body, frame.bond(BINDING, PLAN))
+
+
+def in_context(block_of: Callable[[int], int]) -> bytes:
+    """A few bytes that keep all kernels, of a length that depends on the width of their row."""
+    writer, flags, levels = Writer(0), likelihoods(), likelihoods()
+    head = struct.pack("<ff", 0.0, 1.0) + varint(1)
+    for name in sorted(PLAN):
+        part = kernels.Part(name, PLAN[name], 0, block_of(kernels.row_width(PLAN[name])))
+        flat = (kernelplus.rows_of(part), part.kernels // kernelplus.rows_of(part))
+        writer.integers(np.ones(flat, np.int32), flags, signed=False)
+        writer.integers(np.zeros((part.kernels, part.block), np.int32), levels)
+        head += varint(part.block)
+    return frame.seal(kernelplus.MAGIC, head + writer.finish(), frame.bond(BINDING, PLAN))
 
 
 def main() -> None:

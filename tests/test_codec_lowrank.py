@@ -10,10 +10,12 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from anycostfl.codec import byte_budget, compress, decompress, laplace, lowrank
-from anycostfl.codec.context import Writer, likelihoods
+from anycostfl.codec.context import Source, Writer, likelihoods
 from anycostfl.codec.factor import Way, factorise, most_rank, read_as, sides, write_rows
 from anycostfl.codec.frame import OVERHEAD, bond, seal
+from anycostfl.codec.readings import Contexts, basis_of
 from anycostfl.codec.spectrum import _waves, lay_out, layout_of, restore
+from anycostfl.codec.varint import varint
 from anycostfl.errors import BetaError, PayloadError, UpdateError
 
 SHAPES = {"conv.weight": (16, 8, 3, 3), "conv.bias": (16,), "fc.weight": (40, 200), "scale": ()}
@@ -108,6 +110,43 @@ def test_spectrum_keeps_energy_and_goes_back(shape: tuple[int, ...]) -> None:
     assert np.allclose(flat.reshape(shape), values, atol=1e-6)
 
 
+@pytest.mark.parametrize(
+    ("shape", "layout"),
+    [
+        ((3, 4, 16, 16), (256, 3, 4)),
+        ((3, 4, 1, 256), (256, 3, 4)),
+        ((3, 4, 1, 257), (3, 1028)),
+        ((1, 4, 64, 64), (1, 16384)),
+    ],
+)
+def test_only_small_kernels_are_transformed(
+    shape: tuple[int, ...], layout: tuple[int, ...]
+) -> None:
+    assert layout_of(shape) == layout
+
+
+def test_large_planes_take_no_table_of_their_size_squared() -> None:
+    update = {"positions": torch.randn(1, 2, 64, 64, generator=torch.Generator().manual_seed(0))}
+    other = {"positions": torch.ones(1, 2, 60, 60)}
+    decompress(packed(other, 0.5), other)  # compile
+    tracemalloc.start()
+    try:
+        decoded = decompress(packed(update, 0.5), update).values["positions"]
+        peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert torch.allclose(decoded, update["positions"], atol=1e-3)
+    assert peak < 4 * 2**20
+
+
+def test_the_table_of_waves_has_multiples_of_two_to_the_minus_24_and_true_zeros() -> None:
+    for size in ((3, 3), (5, 7), (16, 16)):
+        waves = _waves(*size).astype(np.float64)
+        assert np.array_equal(np.rint(waves * 2**24), waves * 2**24)
+        assert np.allclose(waves @ waves.T, np.eye(len(waves)), atol=2e-6)
+    assert not _waves(3, 3)[1, 1]  # cos(π/2), which no float64 gives
+
+
 def test_kernels_that_are_flat_have_one_frequency() -> None:
     laid = lay_out(np.ones((4, 3, 5, 5), np.float32))
     assert np.allclose(laid[0], 5)
@@ -156,6 +195,24 @@ def test_estimate_of_bits_and_error_is_near_the_truth() -> None:
         assert 8 * len(writer.finish()) / matrix.size == pytest.approx(float(bits[0]), rel=0.06)
         real = float(np.square(matrix - numbers, dtype=np.float64).mean())
         assert real == pytest.approx(float(lost[0]), rel=0.06)
+
+
+def test_the_largest_magnitude_is_read_as_it_was_written() -> None:
+    matrix = np.array([[1e12, -3e38, 2.0**30, 2.0**30 - 64, 2.0**29]], np.float32)
+    numbers = laplace.quantize(matrix, np.ones(1, np.float32))
+    most = 2**30 - 64  # the largest float32 of 30 bits
+    assert numbers.tolist() == [[most, -most, most, most, 2**29]]
+    writer = Writer(0)
+    writer.integers(numbers, likelihoods())
+    assert np.array_equal(Source(writer.finish()).integers(1, 5, likelihoods()), numbers)
+
+
+@pytest.mark.parametrize("half_octaves", [0, 1, 6, 79, 80])
+def test_columns_are_their_integers_times_powers_of_the_root_of_two(half_octaves: int) -> None:
+    numbers = np.array([[1, -3, 2**30 - 64]], np.int32)
+    basis = basis_of(numbers, np.array([half_octaves], np.int32))
+    factor = 2.0 ** -(half_octaves // 2) * (0.5**0.5 if half_octaves % 2 else 1.0)
+    assert basis[:, 0].tolist() == [float(np.float32(n * factor)) for n in numbers[0].tolist()]
 
 
 def test_same_bytes_every_time_and_whatever_the_order_of_names() -> None:
@@ -250,6 +307,35 @@ def test_payload_for_another_plan_or_binding_is_refused() -> None:
         decompress(payload, SHAPES, binding=b"round 2")
     with pytest.raises(PayloadError, match="names or shapes"):
         decompress(payload, {"w": (3, 3)}, binding=b"round 1")
+
+
+def zeros_in(way: Way, shape: tuple[int, ...]) -> bytes:
+    """A few bytes that make the decoder fill as much as a plan allows."""
+    writer, contexts, layout = Writer(0), Contexts(), layout_of(shape)
+    head = b"\0\0\0" + bytes([way])
+    if way is Way.DIRECT:
+        writer.integers(np.zeros((layout[0] * layout[1], layout[2]), np.int32), contexts.direct)
+    else:
+        short, long = sides(layout, way)
+        rank = most_rank((short, long))
+        head += varint(rank)
+        writer.integers(np.zeros((1, rank), np.int32), contexts.direct)
+        writer.integers(np.zeros((rank, short), np.int32), contexts.columns)
+        writer.integers(np.zeros((rank, long), np.int32), contexts.rows)
+    return seal(lowrank.MAGIC, head + writer.finish(), bond(b"", {"w": shape}))
+
+
+@pytest.mark.parametrize(("way", "shape"), [(Way.OUT, (700, 700)), (Way.DIRECT, (256, 256, 3, 3))])
+def test_a_few_bytes_take_no_more_than_twice_the_plan(way: Way, shape: tuple[int, ...]) -> None:
+    payload = zeros_in(way, shape)
+    decompress(payload, {"w": shape})
+    tracemalloc.start()
+    try:
+        decompress(payload, {"w": shape})
+        peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert peak <= 8 * np.prod(shape) + 2**19
 
 
 @pytest.mark.parametrize("shape", [(700, 900), (64, 64, 9, 9)])

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import functools
+import re
+from pathlib import Path
 
 import pytest
 import torch
@@ -13,14 +15,17 @@ from anycostfl.downlink import (
     Ledger,
     Step,
     charge_downloads,
+    check_share,
     first_public,
     ledger_of,
     make_step,
     showing,
     take_step,
 )
-from anycostfl.errors import PayloadError
+from anycostfl.errors import ConfigError, PayloadError
+from anycostfl.server import Server
 from anycostfl.types import DeviceRecord, RoundRecord
+from small_runs import small_config
 
 WHERE = ("an experiment", 3)
 
@@ -99,6 +104,25 @@ def test_a_step_belongs_to_its_round_and_experiment() -> None:
         take_step(model, public, step, "another experiment")
     with pytest.raises(PayloadError):
         take_step(model, public, Step(4, {}, step.payload), WHERE[0])
+
+
+def test_a_share_that_has_no_room_for_a_step_is_refused_when_the_run_starts(tmp_path: Path) -> None:
+    config = small_config(tmp_path, "compression.downlink=1e-9")
+    with pytest.raises(ConfigError, match=r"compression\.downlink: given 1e-09, allowed 0 .* to 1"):
+        Server(config)
+
+
+def test_the_least_share_that_is_allowed_makes_steps() -> None:
+    model = net()
+    public = first_public(model.module)
+    with pytest.raises(ConfigError) as refused:
+        check_share(1e-6, public)
+    least = re.search(r"or (\S+) to 1", str(refused.value))
+    assert least is not None
+    check_share(float(least[1]), public)
+    wander(model, 0)
+    step, _ = make_step(model, public, {}, float(least[1]), WHERE)
+    assert step.size <= float(least[1]) * 4 * sum(p.numel() for p in public.values())
 
 
 def test_sub_models_are_cut_from_the_public_model_for_a_while() -> None:

@@ -16,11 +16,14 @@ import hashlib
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from math import ceil
 
 from torch import Tensor, nn
 
-from anycostfl.codec import compress, decompress
+from anycostfl.codec import byte_budget, compress, decompress
+from anycostfl.codec.frame import OVERHEAD
 from anycostfl.coupling import copy_of
+from anycostfl.errors import BetaError, ConfigError
 from anycostfl.methods import State
 from anycostfl.shrink import ElasticModel
 from anycostfl.types import DeviceRecord, RoundRecord
@@ -47,6 +50,19 @@ def first_public(module: nn.Module) -> dict[str, Tensor]:
     return {n: p.detach().clone() for n, p in module.named_parameters() if p.requires_grad}
 
 
+def check_share(share: float, public: State) -> None:
+    """Whether every step of this model has room for a payload, though it may be empty."""
+    elements = sum(tensor.numel() for tensor in public.values())
+    try:
+        byte_budget(share, elements)
+    except BetaError as error:
+        least = ceil(OVERHEAD / (4 * elements) * 1e6) / 1e6
+        raise ConfigError(
+            [f"compression.downlink: given {share:g}, allowed 0 (uncompressed), or {least:g} to 1 "
+             f"for a model of {elements} elements; {error}"]
+        ) from error  # fmt: skip
+
+
 def make_step(
     net: ElasticModel, public: State, order: State, share: float, belongs: tuple[str, int]
 ) -> tuple[Step, dict[str, Tensor]]:
@@ -59,8 +75,8 @@ def make_step(
     ahead = {name: own[name].detach() - tensor for name, tensor in moved.items()}
     payload = b""
     if any(bool(tensor.any()) for tensor in ahead.values()):
-        blocks, binding = net.blocks(), binding_of(*belongs)
-        payload = compress(ahead, share, seed=0, codec="lowrank", blocks=blocks, binding=binding)
+        binding = binding_of(*belongs)
+        payload = compress(ahead, share, seed=0, codec="lowrank", binding=binding)
     step = Step(belongs[1], order, payload)
     return step, take_step(net, public, step, belongs[0])
 

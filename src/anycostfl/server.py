@@ -13,7 +13,15 @@ from dataclasses import dataclass, replace
 from anycostfl.aggregate import advance
 from anycostfl.config import Config, to_toml
 from anycostfl.coupling import copy_of, tensors_of
-from anycostfl.downlink import Ledger, Step, charge_downloads, first_public, make_step, showing
+from anycostfl.downlink import (
+    Ledger,
+    Step,
+    charge_downloads,
+    check_share,
+    first_public,
+    make_step,
+    showing,
+)
 from anycostfl.experiment import prepare
 from anycostfl.fleet import Cohort
 from anycostfl.gate import Bench, benched
@@ -55,8 +63,9 @@ class Server:
         self.step: Step | None = None
         if start is not None:
             self.net.load(start.state)
-        elif config.compression.downlink:
+        elif share := config.compression.downlink:
             self.public = first_public(self.net.module)
+            check_share(share, self.public)
 
     def begin(self, number: int) -> None:
         """Sort the channels (Sec. III-B.1) and all that lives in their coordinates.

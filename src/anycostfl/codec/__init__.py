@@ -66,14 +66,14 @@ def compress(
     budget = byte_budget(beta, flat.size)
     if codec not in CODECS:
         raise UnknownName(f"no codec {codec!r}; there are {', '.join(CODECS)}")
-    draft = Draft.of(flat, parts, seed, bond(binding, shapes))
-    if not kernels.finite(draft.norms):
+    if not np.isfinite(flat).all():
         raise UpdateError(
             f"{_not_finite(flat, parts)} has an element that is not finite in float32"
         )
     if codec == "lowrank":
         tensors = [flat[p.offset : p.offset + p.size].reshape(p.shape) for p in parts]
-        return lowrank.compress_lowrank(tensors, budget, draft.tie)
+        return lowrank.compress_lowrank(tensors, budget, bond(binding, shapes))
+    draft = Draft.of(flat, parts, seed, bond(binding, shapes))
     draft = replace(draft, in_context=codec == "kernel+")
     return fill(draft, budget, (fit or load_fit(DEFAULT_FIT)).predict(beta))
 

@@ -18,7 +18,7 @@ import numpy as np
 
 from anycostfl.codec import kernels
 from anycostfl.codec.compiled import compiled
-from anycostfl.codec.context import Integers, Source, Writer, likelihoods
+from anycostfl.codec.context import Integers, Likelihoods, Source, Writer, likelihoods
 from anycostfl.codec.entropy import Bools
 from anycostfl.codec.frame import Bond, seal, unseal
 from anycostfl.codec.kernels import Bytes, Floats, Grid, Ints, Part, Symbols
@@ -90,12 +90,9 @@ def unpack(payload: bytes, parts: Sequence[Part], tie: Bond) -> tuple[Floats, Bo
     for part, block in zip(parts, blocks, strict=True):
         if block:
             cut = Part(part.name, part.shape, part.offset, block)
-            own = source.integers(rows_of(cut), cut.kernels // rows_of(cut), flags, signed=False)
-            spans = kernels.spans_of(cut).take(np.flatnonzero(_as_mask(own, part.name)))
-            numbers = source.integers(spans.start.size, block, levels)
-            bounds = (grid.u_min, grid.u_max, grid.step)
-            good = _place(numbers, bounds, grid.symbols, spans.start, spans.length, flat, mask)
-            if not good:
+            kept = _read_mask(source, cut, flags)
+            numbers = source.integers(int(np.count_nonzero(kept)), block, levels)
+            if not kernels.place(cut, kept, numbers, grid, (flat, mask)):
                 raise PayloadError(f"{part.name}: a level beyond {grid.levels}, or beyond its row")
     source.finish()
     return flat, mask
@@ -109,31 +106,10 @@ def _read_grid(reader: Reader) -> Grid:
     return Grid(abs(u_min), u_max, levels)
 
 
-def _as_mask(flags: Integers, name: str) -> Bools:
+def _read_mask(source: Source, part: Part, contexts: Likelihoods) -> Bools:
+    rows = rows_of(part)
+    flags = source.integers(rows, part.kernels // rows, contexts, signed=False)
     if flags.max() != 1:
-        raise PayloadError(f"{name}: kept flags are 0 or 1, and one at least is 1")
+        raise PayloadError(f"{part.name}: kept flags are 0 or 1, and one at least is 1")
     mask: Bools = flags.ravel() == 1
     return mask
-
-
-@compiled
-def _place(  # noqa: PLR0917 - a compiled loop takes arrays, not objects
-    numbers: Integers,
-    bounds: tuple[float, float, float],
-    symbols: int,
-    start: Ints,
-    length: Ints,
-    flat: Floats,
-    mask: Bools,
-) -> bool:
-    u_min, u_max, step = bounds
-    for k in range(start.size):
-        for j in range(numbers.shape[1]):
-            number = np.int64(numbers[k, j])
-            if abs(number) >= symbols or (number != 0 and j >= length[k]):
-                return False
-            if j < length[k]:
-                point = kernels.point(abs(number), u_min, u_max, step)
-                flat[start[k] + j] = -point if number < 0 else point
-                mask[start[k] + j] = True
-    return True

@@ -170,11 +170,6 @@ def measure(flat: Floats, spans: Spans) -> Norms:
     return Norms(*_measure(flat, spans.start, spans.length))
 
 
-def finite(norms: Norms) -> bool:
-    """Whether every element is finite: squares of float32 never overflow a float64."""
-    return bool(np.isfinite(norms.energy).all())
-
-
 @compiled
 def _measure(flat: Floats, start: Ints, length: Ints) -> tuple[Doubles, Floats, Floats]:
     energy = np.zeros(start.size, np.float64)
@@ -321,6 +316,51 @@ def _dequantize(
             size = point(symbol, u_min, u_max, step)
             flat[j] = -size if (signs[bit >> 3] >> (bit & 7)) & 1 else size
             bit += 1
+
+
+def place(
+    part: Part,
+    kept: Bools,
+    numbers: NDArray[np.int32],
+    grid: Grid,
+    onto: tuple[Floats, Bools],
+) -> bool:
+    """Put the kept kernels' signed symbols, one row each, onto values and mask of the whole update.
+
+    False if one is beyond the grid, or not 0 beyond the end of a row.
+    """
+    values, mask = (array[part.offset : part.offset + part.size] for array in onto)
+    bounds, cut = (grid.u_min, grid.u_max, grid.step), (part.width, part.block)
+    return _place(kept, cut, numbers, bounds, grid.symbols, values, mask)
+
+
+# Next to `point`: the machine code on disk is renewed when its own file changes, not another one.
+@compiled
+def _place(  # noqa: PLR0917 - a compiled loop takes arrays, not objects
+    kept: Bools,
+    cut: tuple[int, int],
+    numbers: NDArray[np.int32],
+    bounds: tuple[float, float, float],
+    symbols: int,
+    values: Floats,
+    mask: Bools,
+) -> bool:
+    width, block = cut
+    u_min, u_max, step = bounds
+    kernel, at = 0, 0
+    for row in range(0, values.size, width):
+        for column in range(0, width, block):
+            for j in range(block if kept[kernel] else 0):
+                number, inside = np.int64(numbers[at, j]), column + j < width
+                if abs(number) >= symbols or (number != 0 and not inside):
+                    return False
+                if inside:
+                    size = point(abs(number), u_min, u_max, step)
+                    values[row + column + j] = -size if number < 0 else size
+                    mask[row + column + j] = True
+            at += kept[kernel]
+            kernel += 1
+    return True
 
 
 def cover(part: Part, kept: Bools, mask: Bools) -> None:

@@ -18,7 +18,7 @@ PRICE = 0.13  # of a bit, in squared steps; at fine steps it would be ln 4 / 12
 SEGMENT = 64  # neighbours that share one mean magnitude
 OCTAVES, PER_OCTAVE = (-8, 20), 4
 _MEANS: Doubles = 2.0 ** (np.arange(OCTAVES[0] * PER_OCTAVE, OCTAVES[1] * PER_OCTAVE) / PER_OCTAVE)
-_LARGEST = (1 << MAX_BITS) - 1
+_LARGEST = np.nextafter(np.float32(1 << MAX_BITS), np.float32(0))  # the next one has a bit more
 
 
 def _thresholds(mean: float) -> tuple[float, float]:
@@ -140,5 +140,5 @@ def _quantize(
                 size = abs(matrix[i, j]) * scales[i]
                 number = 0
                 if size >= begin:
-                    number = max(1, int(min(size + offset, np.float32(_LARGEST))))
+                    number = max(1, int(min(size + offset, _LARGEST)))
                 integers[i, j] = -number if matrix[i, j] < 0 else number

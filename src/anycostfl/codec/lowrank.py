@@ -33,7 +33,9 @@ EXPONENTS = (-400, 160)  # of Δ
 FILLED = 0.97
 EXPECTED = 0.985  # real bits over estimated ones, mostly
 TRIES = 8
-BLOCK = 64  # rows decoded at a time
+AWAY = 16  # steps to leave a wrong estimate by, then four times as many
+BLOCK, BLOCK_ELEMENTS = 64, 2**20  # rows decoded at a time, and elements; one row at least
+TILE = 4096  # columns, a few rows of which stay near the processor
 FINEST, COARSEST = -32 * FINENESS, 2 * FINENESS  # Δ from 2^-24 to 2^10, the update being below 1
 
 Shapes = Mapping[str, Sequence[int]]
@@ -93,25 +95,33 @@ class Draft:
 def compress_lowrank(update: Sequence[Floats], budget: int, tie: Bond) -> bytes:
     """The fullest payload within the budget; tensors in the order of their names."""
     draft = Draft(update, budget, tie)
-    best = seal(MAGIC, b"", tie)
-    # The estimate is right up to a factor that hardly depends on the step: learn it on the way.
-    # Where a tensor changes its way the size may jump; halving finds the better side of that.
-    ratio, low, high = EXPECTED, FINEST, COARSEST
-    for attempt in range(TRIES if any(draft.readings) else 0):
-        aim = 8 * (budget - OVERHEAD) * (1 + FILLED) / 2 / ratio
-        index = min(max(_coarsen(draft, aim), low), high) if attempt < 3 else (low + high) // 2
+    best, ratio, away = seal(MAGIC, b"", tie), EXPECTED, AWAY
+    fails, fits = FINEST - 1, COARSEST + 1  # the nearest steps tried; at first outside the scale
+    for _ in range(TRIES if any(draft.readings) else 0):
+        index = _coarsen(draft, 8 * (budget - OVERHEAD) * (1 + FILLED) / 2 / ratio)
+        if not fails < index < fits:  # the estimate errs: search without it
+            index = _between(fails, fits, away)
+            away *= 4
         payload = draft.encode(index)
-        if len(payload) <= budget:
-            best, high = max(best, payload, key=len), index - 1
-            if len(payload) >= FILLED * budget:
-                break
+        if len(payload) > budget:
+            fails = index
         else:
-            low = index + 1
-        if low > high:
+            best, fits = max(best, payload, key=len), index
+        if fits - fails == 1 or len(best) >= FILLED * budget:
             break
+        # The estimate is right up to a factor that hardly depends on the step: learn it.
         if draft.bits(index):
             ratio = 8 * (len(payload) - OVERHEAD) / draft.bits(index)
     return best
+
+
+def _between(fails: int, fits: int, away: int) -> int:
+    """So far from the one end that was tried, or half-way between two."""
+    if fails < FINEST:
+        return max(fits - away, FINEST)
+    if fits > COARSEST:
+        return min(fails + away, COARSEST)
+    return (fails + fits) // 2
 
 
 def _coarsen(draft: Draft, bits: float) -> int:
@@ -144,9 +154,7 @@ def decompress_lowrank(payload: bytes, shapes: Shapes, tie: Bond) -> Floats:
         end = start + prod(shapes[name])
         values = flat[start:end].reshape(layout_of(shapes[name]))
         if way is Way.DIRECT:
-            columns = values.shape[-1]
-            numbers = source.integers(values.size // columns, columns, contexts.direct)
-            values[...] = numbers.reshape(values.shape)
+            _read_elements(values, source, contexts)
         elif way is not Way.NOTHING:
             _read_factors(values, way, rank, source, contexts)
         if way is not Way.NOTHING:
@@ -176,6 +184,12 @@ def _read_way(reader: Reader, shape: tuple[int, ...]) -> tuple[Way, int]:
     return way, reader.varint(1, most_rank(sides(layout, way)))
 
 
+def _read_elements(values: Floats, source: Source, contexts: Contexts) -> None:
+    columns = values.shape[-1]
+    numbers = source.integers(values.size // columns, columns, contexts.direct)
+    values[...] = numbers.reshape(values.shape)
+
+
 def _read_basis(source: Source, rows: int, columns: int, contexts: Contexts) -> Floats:
     halves = np.cumsum(source.integers(1, columns, contexts.direct)[0], dtype=np.int64)
     if halves.min() < 0 or halves.max() > MAX_STRENGTH:
@@ -187,29 +201,41 @@ def _read_factors(values: Floats, way: Way, rank: int, source: Source, contexts:
     short, long = sides(values.shape, way)
     basis = _read_basis(source, short, rank, contexts)
     rows = source.integers(rank, long, contexts.rows)
-    for first in range(0, short, BLOCK):
-        write_rows(values, way, first, _product(basis[first : first + BLOCK], rows))
+    count = max(1, min(BLOCK, BLOCK_ELEMENTS // long))
+    for first in range(0, short, count):
+        write_rows(values, way, first, _product(basis[first : first + count], rows))
+
+
+@compiled
+def _add_product(basis: Floats, rows: Integers, start: int, out: Floats) -> None:
+    """Columns of P·G from `start` on, a tile of them."""
+    rank, end = rows.shape[0], min(start + TILE, rows.shape[1])
+    for k in range(0, rank - rank % 4, 4):  # four at a time spare most loads and stores
+        one, two, three, four = (
+            rows[k, start:end].astype(np.float32),
+            rows[k + 1, start:end].astype(np.float32),
+            rows[k + 2, start:end].astype(np.float32),
+            rows[k + 3, start:end].astype(np.float32),
+        )
+        for i in range(basis.shape[0]):
+            a, b, c, d = basis[i, k], basis[i, k + 1], basis[i, k + 2], basis[i, k + 3]
+            for j in range(end - start):
+                total = out[i, start + j] + a * one[j]
+                total += b * two[j]
+                total += c * three[j]
+                out[i, start + j] = total + d * four[j]
+    for k in range(rank - rank % 4, rank):
+        for i in range(basis.shape[0]):
+            for j in range(start, end):
+                out[i, j] += basis[i, k] * np.float32(rows[k, j])
 
 
 @compiled
 def _product(basis: Floats, rows: Integers) -> Floats:
     """P·G in float32, every sum in the order of the columns: the same bits on every machine."""
     out = np.zeros((basis.shape[0], rows.shape[1]), np.float32)
-    rank = rows.shape[0]
-    for k in range(0, rank - rank % 4, 4):  # four at a time spare most loads and stores
-        one, two = rows[k].astype(np.float32), rows[k + 1].astype(np.float32)
-        three, four = rows[k + 2].astype(np.float32), rows[k + 3].astype(np.float32)
-        for i in range(basis.shape[0]):
-            a, b, c, d = basis[i, k], basis[i, k + 1], basis[i, k + 2], basis[i, k + 3]
-            for j in range(rows.shape[1]):
-                total = out[i, j] + a * one[j]
-                total += b * two[j]
-                total += c * three[j]
-                out[i, j] = total + d * four[j]
-    for k in range(rank - rank % 4, rank):
-        for i in range(basis.shape[0]):
-            for j in range(rows.shape[1]):
-                out[i, j] += basis[i, k] * np.float32(rows[k, j])
+    for start in range(0, rows.shape[1], TILE):
+        _add_product(basis, rows, start, out)
     return out
 
 

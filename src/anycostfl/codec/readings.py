@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from anycostfl.codec import laplace
+from anycostfl.codec.compiled import compiled
 from anycostfl.codec.context import Integers, Likelihoods, Writer, likelihoods
 from anycostfl.codec.factor import (
     Factors,
@@ -170,10 +171,17 @@ def write_basis(basis: Tensor, strength: Doubles, to: Writer, contexts: Contexts
 
 
 def basis_of(numbers: Integers, halves: Integers) -> Floats:
-    """P (short, rank) from its integers, each product rounded once: the same on every machine."""
-    odd = np.where(halves % 2, np.sqrt(0.5), 1.0)
-    scale = odd * 2.0 ** -(halves // 2).astype(np.float64)
-    return np.ascontiguousarray((numbers * scale[:, None]).astype(np.float32).T)
+    """P (short, rank) from its integers, in float64, then rounded to float32."""
+    basis = np.empty(numbers.shape[::-1], np.float32)
+    _scale(numbers, np.ldexp(np.where(halves % 2, np.sqrt(0.5), 1.0), -(halves // 2)), basis)
+    return basis
+
+
+@compiled
+def _scale(numbers: Integers, scales: Doubles, basis: Floats) -> None:
+    for k in range(numbers.shape[0]):
+        for i in range(numbers.shape[1]):
+            basis[i, k] = np.float32(numbers[k, i] * scales[k])
 
 
 def readings_of(values: Floats, budget_bits: int) -> list[Reading]:

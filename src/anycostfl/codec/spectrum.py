@@ -3,13 +3,14 @@
 So their updates are alike, and the cosine transform of every k×k kernel gathers what they have in
 common in its low frequencies. It is orthonormal: an error there is the same error in the kernel.
 The layout of a convolution (out, in, height, width) is (frequency, out, in), that of any other
-tensor a matrix: its rows, or one row for a vector.
+tensor a matrix: its rows, or one row for a vector. So is that of four dimensions whose "kernels"
+are large: a table of positions, say. The transform would take their size squared.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import cache
+from functools import lru_cache
 from math import prod
 
 import numpy as np
@@ -18,10 +19,12 @@ import torch
 from anycostfl.codec.compiled import compiled
 from anycostfl.codec.kernels import Doubles, Floats
 
+LARGEST_KERNEL = 256  # places, height times width
+
 
 def layout_of(shape: Sequence[int]) -> tuple[int, ...]:
     """The dimensions in which a tensor is coded."""
-    if len(shape) == 4 and shape[2] * shape[3] > 1 and min(shape) > 0:
+    if len(shape) == 4 and 1 < shape[2] * shape[3] <= LARGEST_KERNEL and min(shape) > 0:
         return shape[2] * shape[3], shape[0], shape[1]
     return (shape[0], prod(shape[1:])) if len(shape) > 1 else (1, prod(shape))
 
@@ -57,10 +60,11 @@ def _restore(spectrum: Floats, waves: Floats, flat: Floats) -> None:
             flat[kernel * count + place] = total
 
 
-@cache
+@lru_cache(maxsize=32)
 def _waves(height: int, width: int) -> Floats:
-    """(frequency, place), in single precision, to which cosines agree on every machine."""
-    return np.kron(_cosines(height), _cosines(width)).astype(np.float32)
+    """(frequency, place), in multiples of 2⁻²⁴: a float32 has them all, and 0 is 0 everywhere."""
+    waves = np.kron(_cosines(height), _cosines(width))
+    return np.ldexp(np.rint(np.ldexp(waves, 24)), -24).astype(np.float32)
 
 
 def _cosines(size: int) -> Doubles:

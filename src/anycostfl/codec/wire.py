@@ -62,7 +62,7 @@ class TensorSection:
 
 @dataclass(frozen=True, slots=True)
 class Frame:
-    """Everything a payload says about the values; nothing but tensors if nothing is kept."""
+    """Everything a payload says if something is kept."""
 
     tensors: tuple[TensorSection, ...]
     grid: Grid
@@ -72,10 +72,9 @@ class Frame:
     signs: bytes
 
 
-def pack(frame: Frame | None, tie: Bond) -> bytes:
-    """Write the payload; without a frame, the one that says that nothing is kept."""
-    body = b"".join(_section(kind, data) for kind, data in _sections(frame)) if frame else b""
-    return seal(MAGIC, body, tie)
+def pack(frame: Frame, tie: Bond) -> bytes:
+    """Write the payload."""
+    return seal(MAGIC, b"".join(_section(kind, data) for kind, data in _sections(frame)), tie)
 
 
 def _section(kind: int, data: bytes) -> bytes:
