@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import struct
 import time
@@ -19,8 +20,10 @@ from anycostfl import methods
 from anycostfl.codec import compress
 from anycostfl.codec.dense import pack_dense
 from anycostfl.config import Config
+from anycostfl.errors import AnycostError
 from anycostfl.experiment import prepare, settle
 from anycostfl.flower import messages, roster, server
+from anycostfl.flower.numbers import Numbers, Stranger, Taken, note_nodes
 from anycostfl.flower.roster import NotEnoughDevices, Terms
 from anycostfl.flower.strategy import AnycostStrategy
 from anycostfl.rounds import DUPLICATE
@@ -317,6 +320,8 @@ def test_impossible_offers_keep_nodes_out(tmp_path: Path) -> None:
     config = config_of(tmp_path, "run.rounds=1")
 
     def tamper(device: int, _sent: Message, reply: Message) -> Message:
+        if reply.has_error():  # the answer to a refusal
+            return reply
         table = reply.content.config_records["offer"]
         if device == 1:
             table["rate_bps"] = math.nan
@@ -400,6 +405,48 @@ def test_two_nodes_cannot_be_one_device(tmp_path: Path) -> None:
     (turn,) = server.play(config, grid, replace(QUICK, wait_for=4))
     assert [d.device for d in turn.record.devices] == [0, 1, 2, 3]
     assert {d.status for d in turn.record.devices} == {"ok"}
+
+
+def test_a_key_keeps_its_number_for_the_life_of_a_run(tmp_path: Path) -> None:
+    config = config_of(tmp_path, "run.rounds=1")
+    (tmp_path / "flower").mkdir()
+    nodes = {f"key-{i}": FIRST_NODE + i for i in range(5)}
+    note_nodes(tmp_path, nodes)
+
+    def taking_part(grid: LocalGrid, terms: Terms) -> list[int]:
+        (turn,) = server.play(config, grid, terms, numbers=Numbers(tmp_path))
+        return [d.device for d in turn.record.devices]
+
+    assert taking_part(LocalGrid(5), QUICK) == [0, 1, 2, 3, 4]
+    assert json.loads((tmp_path / "devices.json").read_text()) == {f"key-{i}": i for i in range(5)}
+
+    moved = {name: node + 100 for name, node in nodes.items()}  # the server was restarted
+    note_nodes(tmp_path, moved)
+    grid = LocalGrid(5)
+    grid.contexts = {node + 100: context for node, context in grid.contexts.items()}
+    for node, context in grid.contexts.items():
+        context.node_id = node
+    grid.contexts[moved["key-4"]].node_config["partition-id"] = 2  # whose device is away
+    grid.online = {moved["key-0"], moved["key-1"], moved["key-4"]}
+    assert taking_part(grid, replace(QUICK, wait_for=2)) == [0, 1]
+    told = [m.content for d, m in grid.sent if "refusal" in m.content and d == 2]
+    with pytest.raises(messages.Unwelcome, match="key key-4 is device 4 in this run, not 2"):
+        messages.read_ask(told[0])
+
+
+def test_a_number_has_one_key_and_a_node_without_a_key_none(tmp_path: Path) -> None:
+    (tmp_path / "flower").mkdir()
+    Numbers(tmp_path).claim(7, 0)  # no keys, nothing bound
+    note_nodes(tmp_path, {"pi": 7, "nano": 8})
+    Numbers(tmp_path).claim(7, 0)
+    Numbers(tmp_path).claim(7, 0)
+    with pytest.raises(Taken, match="device 0 is key pi in this run, not nano"):
+        Numbers(tmp_path).claim(8, 0)
+    with pytest.raises(Stranger):
+        Numbers(tmp_path).claim(9, 1)
+    (tmp_path / "devices.json").write_text("[")
+    with pytest.raises(AnycostError, match="is damaged"):
+        Numbers(tmp_path)
 
 
 # --- refused often --------------------------------------------------------------------------------

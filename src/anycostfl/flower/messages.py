@@ -2,6 +2,7 @@
 
     ask      → offer     which device are you, what can you afford in this round?
     task     → result    your sub-model and how to upload; the payload, and the offer for next time
+    refusal              you cannot take part, and why
 
 Tensors travel as raw bytes: a sub-model as one array, a payload as one array. Nothing is pickled.
 Whatever does not read as its record is a `MessageError`, which says what is wrong.
@@ -36,6 +37,10 @@ class MessageError(AnycostError, ValueError):
     """A message that does not say what it should."""
 
 
+class Unwelcome(AnycostError):  # noqa: N818 - reads as what happened
+    """The server does not take this device's offers; says why."""
+
+
 # --- the server asks, the device answers ----------------------------------------------------------
 
 
@@ -52,9 +57,16 @@ class Ask:
 
 
 def read_ask(records: RecordDict) -> Ask:
-    """The question in a message."""
+    """The question in a message, unless it is a refusal."""
+    if refusal := records.config_records.get("refusal"):
+        raise Unwelcome(f"the server refuses this device: {_value(refusal, 'why', str)}")
     table = _table(records, "ask")
     return Ask(_value(table, "config", str), _value(table, "round", int))
+
+
+def pack_refusal(why: str) -> RecordDict:
+    """What is sent to a device that cannot take part."""
+    return RecordDict({"refusal": ConfigRecord({"why": why})})
 
 
 @dataclass(frozen=True, slots=True, eq=False)

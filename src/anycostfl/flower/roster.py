@@ -27,10 +27,12 @@ from anycostfl.flower.messages import (
     MessageError,
     Offer,
     Task,
+    pack_refusal,
     read_offer,
     read_result,
     wire_bytes,
 )
+from anycostfl.flower.numbers import Numbers, Stranger, Taken
 from anycostfl.flower.post import PostOffice
 from anycostfl.gate import Bench
 from anycostfl.types import Devices
@@ -89,8 +91,11 @@ class Answer:
 class Roster:
     """The devices behind a post office."""
 
-    def __init__(self, office: PostOffice, config: Config, terms: Terms) -> None:
+    def __init__(
+        self, office: PostOffice, config: Config, terms: Terms, numbers: Numbers | None = None
+    ) -> None:
         self._office, self._config, self._terms = office, config, terms
+        self._numbers = numbers or Numbers()
         self._text = to_toml(config)
         self._offers: dict[int, Offer] = {}  # node → its latest offer
         self._asked: dict[str, tuple[int, float]] = {}  # message → node, when the question lapses
@@ -285,13 +290,19 @@ class Roster:
         """Take an offer, unless it cannot be one of this fleet's."""
         try:
             offer = read_offer(message.content)
-            if self._nodes().get(offer.device, node) != node:
-                raise MessageError(f"device {offer.device} is connected already")
             if not 0 <= offer.device < self._config.fleet.devices:
                 raise MessageError(f"there is no device {offer.device} in this fleet")
-        except MessageError as error:
-            log(WARNING, "node %s is ignored: %s", node, error)
+            self._numbers.claim(node, offer.device)
+            if self._nodes().get(offer.device, node) != node:
+                raise MessageError(f"device {offer.device} is connected already")
+        except Stranger as error:
+            log(INFO, "%s yet", error)  # it is asked again
+            return
+        except (MessageError, Taken) as error:
+            log(WARNING, "node %s is refused: %s", node, error)
             self._ignored.add(node)
+            content = pack_refusal(str(error))
+            self._office.send(Message(content, node, MessageType.QUERY, ttl=ASK_S))
             return
         if node not in self._offers:
             log(INFO, "device %d is ready", offer.device)

@@ -30,6 +30,7 @@ from anycostfl.coupling import tensors_of
 from anycostfl.errors import AnycostError
 from anycostfl.flower.broadcast import Chain
 from anycostfl.flower.messages import Ask, Task, pack_weights
+from anycostfl.flower.numbers import Numbers
 from anycostfl.flower.orphans import end_with_parent
 from anycostfl.flower.post import PostOffice, quicken
 from anycostfl.flower.roster import Roster, Terms
@@ -59,8 +60,9 @@ def main(grid: Grid, context: Context) -> None:
             check_engine(before, simulated=False)
             for remark in before.remarks:
                 log(WARNING, "%s", remark)
-            pace = Pace(folder / PACE)
-            turns = play(before.config, grid, read_terms(context.run_config), before.start, pace)
+            terms, pace = read_terms(context.run_config), Pace(folder / PACE)
+            numbers = Numbers(folder)
+            turns = play(before.config, grid, terms, before.start, pace, numbers=numbers)
             for turn in keep(turns, before.config, before.writer):
                 log(INFO, "round %d is done", turn.record.round + 1)
         except AnycostError as error:
@@ -102,13 +104,15 @@ def play(
     terms: Terms,
     start: Snapshot | None = None,
     pace: Pace | None = None,
+    *,
+    numbers: Numbers | None = None,
 ) -> Turns:
     """The training procedure of the paper on the devices behind a Grid, round after round.
 
     Devices keep their memories themselves.
     """
     server = Server(config, start)
-    roster = Roster(PostOffice(grid), config, terms)
+    roster = Roster(PostOffice(grid), config, terms, numbers)
     chain = Chain(server.public)
     pace = pace or Pace()
 
