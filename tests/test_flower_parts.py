@@ -21,7 +21,7 @@ import httpx
 import pytest
 import torch
 from cryptography.hazmat.primitives.asymmetric import ec
-from flwr.app import Array, ArrayRecord, Message, RecordDict
+from flwr.app import Array, ArrayRecord, Context, Message, RecordDict
 from flwr.common.constant import TIMESTAMP_HEADER
 from flwr.proto.node_pb2 import Node
 from flwr.supercore.constant import FLEET_HTTP_PUBLIC_KEY_HEADER, FLEET_HTTP_SIGNATURE_HEADER
@@ -38,12 +38,13 @@ from anycostfl.errors import AnycostError, ConfigError
 from anycostfl.experiment import prepare, settle
 from anycostfl.flower import node
 from anycostfl.flower.clock import Signature, date_reply
-from anycostfl.flower.device import Setup, open_device, read_setup, recall, remember
+from anycostfl.flower.device import Setup, app, open_device, read_setup, recall, remember
 from anycostfl.flower.keys import KeyFolder, make_keys, names_of, private_key, public_key
 from anycostfl.flower.messages import (
     TENSOR,
     Ask,
     MessageError,
+    pack_refusal,
     pack_state,
     pack_weights,
     read_state,
@@ -99,10 +100,32 @@ def test_keys_that_exist_are_kept_and_private_ones_are_private(tmp_path: Path) -
     assert {p: p.read_bytes() for p in before} == before
     for path in (keys.authority_key, keys.certificate_key, keys.device("pi")):
         assert stat.S_IMODE(path.stat().st_mode) == 0o600
-    renewed = make_keys(tmp_path, ["10.0.0.8"], [])
-    assert renewed == [keys.certificate, keys.certificate_key]
+    assert make_keys(tmp_path, ["10.0.0.8"], []) == [keys.certificate]  # its key stays
+    assert keys.certificate_key.read_bytes() == before[keys.certificate_key]
+    assert names_of(keys.certificate)[:2] == ["10.0.0.7", "10.0.0.8"]
     assert keys.authority.read_bytes() == before[keys.authority]
     assert list(keys.registered()) == ["nano", "pi"]
+
+
+@pytest.mark.parametrize(
+    "host", ["", "192.168.1.300", "10.0.0.7:9443", "https://board.lan", "my board", "-a.lan"]
+)
+def test_what_is_neither_a_name_nor_an_address_is_no_host(tmp_path: Path, host: str) -> None:
+    with pytest.raises(ConfigError, match="--host: given"):
+        make_keys(tmp_path, ["board.lan", host], [])
+    assert not (tmp_path / "server.crt").exists()
+
+
+def test_keys_say_where_the_server_can_be_reached(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def say(*arguments: str) -> str:
+        build_app()(["keys", "--out", str(tmp_path), *arguments], standalone_mode=False)
+        return " ".join(capsys.readouterr().out.split())
+
+    assert "from this machine only" in say("pi")
+    assert "start `anycostfl serve` again" in say("--host", "pi4")
+    assert "note:" not in say("nano")
 
 
 def test_public_and_private_keys_belong_together(tmp_path: Path) -> None:
@@ -214,6 +237,13 @@ def test_a_device_remembers_the_last_round_and_the_one_before() -> None:
     remember(state, at(3), {"w": torch.tensor(2.5)})  # the round is played again
     assert (value(at(4)), value(at(3))) == (2.5, 1.0)
     assert value(at(4, "another experiment")) is None
+
+
+def test_a_device_that_the_server_refuses_ends_and_says_why() -> None:
+    TaskIdentity.task_id, TaskIdentity.run_id, TaskIdentity.node_id = 1, 1, 1
+    context = Context(1, 5, {"device": 0}, RecordDict(), {})
+    with pytest.raises(AnycostError, match="refuses this device: it is another's number"):
+        node._answer(app, Message(pack_refusal("it is another's number"), 5, "query"), context)
 
 
 def test_weights_of_another_size_are_not_taken(tmp_path: Path) -> None:
