@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import re
 import socket
 import ssl
@@ -18,6 +19,7 @@ from types import SimpleNamespace
 from typing import Any, cast
 
 import httpx
+import numpy as np
 import pytest
 import torch
 from cryptography.hazmat.primitives.asymmetric import ec
@@ -47,12 +49,15 @@ from anycostfl.flower.messages import (
     pack_refusal,
     pack_state,
     pack_weights,
+    read_ask,
     read_state,
     read_task,
     unpack_weights,
 )
 from anycostfl.flower.node import Address
 from anycostfl.flower.superlink import LocalControl, is_allowed
+from anycostfl.types import Scale
+from flower_grid import through_bytes
 from small_runs import small_config, small_dataset
 
 # --- keys -----------------------------------------------------------------------------------------
@@ -208,6 +213,39 @@ def test_a_device_offers_what_its_owner_says(tmp_path: Path) -> None:
     offer = open_device(all_of_it.node_config(), Ask(to_toml(config), 4)).offer(4, {})
     assert offer.means.samples.tolist() == [240]
     assert offer.means.latency_s.tolist() == [3.0]
+
+
+def test_a_device_trains_on_few_samples_of_its_own_scaled_as_everybodys(tmp_path: Path) -> None:
+    config = settle(small_config(tmp_path))
+    scale = prepare(config).shared.scale
+    own = tmp_path / "mine.npz"
+    dark = np.full((7, 28, 28), 51, np.uint8)  # fewer than the fleet has devices, nothing to test
+    np.savez(own, train_images=dark, train_labels=np.arange(7))
+    for profile in ("", "raspberry-pi-5"):
+        setup = Setup(11, profile, 2e6, 0.0, 0.5, data=str(own), all_data=True)
+        device = open_device(setup.node_config(), Ask(to_toml(config), 0, scale))
+        assert device.offer(0, {}).means.samples.tolist() == [7]
+        images, labels = device.samples()
+        assert labels.tolist() == list(range(7))
+        expected = (np.float32(51) / 255 - np.float32(scale.mean[0])) / np.float32(scale.std[0])
+        assert torch.equal(images, torch.full((7, 1, 28, 28), float(expected)))
+    with pytest.raises(ConfigError, match="given images of 1 colours, allowed 3"):
+        open_device(
+            setup.node_config(), Ask(to_toml(config), 0, Scale((0.1, 0.2, 0.3), (1.0, 1.0, 1.0)))
+        )
+
+
+def test_the_experiments_own_data_is_scaled_to_the_bit_as_on_the_server(tmp_path: Path) -> None:
+    TaskIdentity.task_id, TaskIdentity.run_id, TaskIdentity.node_id = 1, 1, 1
+    side = prepare(settle(small_config(tmp_path))).shared
+    text = to_toml(settle(small_config(tmp_path)))
+    ask = read_ask(through_bytes(Message(Ask(text, 0, side.scale).pack(), 5, "query")).content)
+    assert ask == Ask(text, 0, side.scale)
+    own = Setup(0, data=str(small_dataset(tmp_path))).node_config()
+    assert torch.equal(open_device(own, ask).side.shared.train_images, side.train_images)
+    for bad in (Scale((0.5,), (0.0,)), Scale((0.5,), ()), Scale((math.nan,), (1.0,))):
+        with pytest.raises(MessageError, match="a scale of"):
+            read_ask(Ask(text, 0, bad).pack())
 
 
 def test_a_device_reads_no_file_that_the_server_names(tmp_path: Path) -> None:

@@ -35,7 +35,7 @@ from anycostfl.flower.messages import (
 from anycostfl.flower.numbers import Numbers, Stranger, Taken
 from anycostfl.flower.post import PostOffice
 from anycostfl.gate import Bench
-from anycostfl.types import Devices
+from anycostfl.types import Devices, Scale
 from anycostfl.workers import Reply
 
 ASK_S = 30.0  # how long a question stands
@@ -92,10 +92,16 @@ class Roster:
     """The devices behind a post office."""
 
     def __init__(
-        self, office: PostOffice, config: Config, terms: Terms, numbers: Numbers | None = None
+        self,
+        office: PostOffice,
+        config: Config,
+        terms: Terms,
+        *,
+        scale: Scale,
+        numbers: Numbers | None = None,
     ) -> None:
         self._office, self._config, self._terms = office, config, terms
-        self._numbers = numbers or Numbers()
+        self._scale, self._numbers = scale, numbers or Numbers()
         self._text = to_toml(config)
         self._offers: dict[int, Offer] = {}  # node → its latest offer
         self._asked: dict[str, tuple[int, float]] = {}  # message → node, when the question lapses
@@ -107,7 +113,7 @@ class Roster:
 
     def ask(self, number: int) -> Ask:
         """What every message says about the experiment."""
-        return Ask(self._text, number)
+        return Ask(self._text, number, self._scale)
 
     def gather(self, number: int, least: int, bench: Bench) -> Gathered:
         """Wait until enough devices are there, draw the cohort, learn what each can afford.

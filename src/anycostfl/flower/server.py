@@ -112,7 +112,8 @@ def play(
     Devices keep their memories themselves.
     """
     server = Server(config, start)
-    roster = Roster(PostOffice(grid), config, terms, numbers)
+    scale = server.side.shared.scale
+    roster = Roster(PostOffice(grid), config, terms, scale=scale, numbers=numbers)
     chain = Chain(server.public)
     pace = pace or Pace()
 
