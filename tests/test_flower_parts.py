@@ -14,6 +14,7 @@ from contextlib import suppress
 from dataclasses import replace
 from datetime import UTC, datetime, timedelta
 from email.utils import format_datetime
+from importlib import resources
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -215,6 +216,25 @@ def test_a_device_offers_what_its_owner_says(tmp_path: Path) -> None:
     assert offer.means.latency_s.tolist() == [3.0]
 
 
+def test_the_uplink_that_was_measured_is_offered_unless_its_owner_says_another(
+    tmp_path: Path,
+) -> None:
+    config = settle(small_config(tmp_path))
+    text = resources.files("anycostfl").joinpath("profiles", "raspberry-pi-5.toml").read_text()
+    profile = tmp_path / "mine.toml"
+    profile.write_text(f"rate_bps = 3e6\n{text}")
+    for given, offered in ((0.0, 3e6), (2e6, 2e6)):
+        setup = Setup(1, str(profile), given, 0.0, 0.5, data=str(tmp_path / "stripes.npz"))
+        offer = open_device(setup.node_config(), Ask(to_toml(config), 0)).offer(0, {})
+        assert offer.means.rate_bps.tolist() == [offered]
+    about = ["join", "localhost:1", "--device", "0", "--insecure", "--profile"]
+    with pytest.raises(ConfigError) as measured:
+        build_app()([*about, str(profile)], standalone_mode=False)
+    assert measured.value.problems == ("--energy-j: given 0, allowed above 0",)
+    with pytest.raises(ConfigError, match="--rate-bps: given 0, allowed above 0"):
+        build_app()([*about, "raspberry-pi-5"], standalone_mode=False)
+
+
 def test_a_device_trains_on_few_samples_of_its_own_scaled_as_everybodys(tmp_path: Path) -> None:
     config = settle(small_config(tmp_path))
     scale = prepare(config).shared.scale
@@ -324,6 +344,8 @@ def test_tensors_of_every_kind_survive_and_others_do_not() -> None:
     [
         (["serve"], "Make it with `anycostfl keys"),
         (["serve", "--resume", "nowhere", "--insecure"], "holds no run"),
+        (["serve", "--insecure", "--min-replies", "11"], "--min-replies: given 11, allowed 1 … 10"),
+        (["serve", "--insecure", "--wait-for", "41"], "--wait-for: given 41, allowed 0"),
         (["join", "localhost:1", "--device", "0"], "--key: needed"),
         (["join", "localhost:1", "--device", "0", "--insecure", "--profile", "pi"], "no device"),
         (["run", "--engine", "spark"], "allowed own, flower"),
@@ -335,6 +357,7 @@ def test_mistakes_say_what_to_do(
     monkeypatch.chdir(tmp_path)
     with pytest.raises(AnycostError, match=re.escape(message)):
         build_app()(arguments, standalone_mode=False)
+    assert not list(tmp_path.iterdir())
 
 
 # --- wrong clocks ---------------------------------------------------------------------------------

@@ -221,7 +221,7 @@ class Device:
         means = make_devices(
             **{name: getattr(kind, name) for name in (*names, "power_w", "overhead")},
             samples=len(self.samples()[1]),
-            rate_bps=setup.rate_bps,
+            rate_bps=setup.rate_bps or kind.rate_bps or 0.0,
             latency_s=setup.latency_s or self.config.fleet.latency_s,
             energy_j=setup.energy_j,
         )
