@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import math
 import struct
 import time
@@ -13,7 +14,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from flwr.app import ArrayRecord, Message, RecordDict
+from flwr.app import ArrayRecord, Error, Message, RecordDict
 from torch import Tensor
 
 from anycostfl import methods
@@ -356,6 +357,41 @@ def test_a_missing_reply_ends_the_round_at_its_deadline_and_the_device_comes_bac
     time.sleep(roster.REFRESH_S)  # by then the server asks it again
     *_, last = turns
     assert [d.status for d in last.record.devices] == ["ok"] * 5
+
+
+def test_an_exception_on_a_device_is_its_own_failure(tmp_path: Path) -> None:
+    config = config_of(tmp_path, "run.rounds=1")
+    codes = {1: 2, 2: 5}  # the app raised, the node is unavailable
+
+    def tamper(device: int, sent: Message, reply: Message) -> Message:
+        if device not in codes or "task" not in sent.content:
+            return reply
+        error = Message(Error(codes[device], "out of memory"), reply_to=sent)
+        error.metadata.__dict__["_src_node_id"] = FIRST_NODE + device
+        return error
+
+    (turn,) = over_flower(config, tamper)
+    assert [d.status for d in turn.record.devices] == [
+        "ok", "failed: out of memory", "missing: out of memory", "ok", "ok",
+    ]  # fmt: skip
+
+
+def test_how_long_each_device_worked_is_kept_and_who_is_slow_is_named_once(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    config = config_of(tmp_path)
+
+    def slow(_sent: Message, result: messages.Result) -> messages.Result:
+        return replace(result, busy_s=1000.0)
+
+    logging.getLogger("flwr").addHandler(caplog.handler)
+    pace = server.Pace(tmp_path / "pace.jsonl")
+    list(server.play(config, LocalGrid(5, lies(slow, liar=3)), QUICK, pace=pace))
+    rows = [json.loads(line) for line in (tmp_path / "pace.jsonl").read_text().splitlines()]
+    assert [row["busy_s"]["3"] for row in rows] == [1000.0] * 2
+    assert all(row["busy_s"].keys() == set("01234") for row in rows)
+    named = [r for r in caplog.records if "device 3 worked 1000.00 s where" in r.getMessage()]
+    assert len({id(record) for record in named}) == 1
 
 
 def test_a_device_that_leaves_does_not_hold_up_the_round(tmp_path: Path) -> None:

@@ -16,6 +16,7 @@ from logging import INFO, WARNING
 
 import numpy as np
 from flwr.app import Message, MessageType
+from flwr.common.constant import ErrorCode
 from flwr.common.logger import log
 
 from anycostfl.checks import Count, Positive, check_fields
@@ -41,6 +42,13 @@ from anycostfl.workers import Reply
 ASK_S = 30.0  # how long a question stands
 REFRESH_S = 1.0  # between two looks at who is connected
 SPARE_S = 10.0  # a task outlives its deadline, so that it is the deadline that is recorded
+
+NOTHING_CAME = (
+    ErrorCode.MESSAGE_UNAVAILABLE,
+    ErrorCode.REPLY_MESSAGE_UNAVAILABLE,
+    ErrorCode.NODE_UNAVAILABLE,
+)
+"""What the SuperLink says in a device's place; all else that goes wrong, the device says itself."""
 
 
 class NotEnoughDevices(AnycostError):  # noqa: N818 - reads as what happened
@@ -330,9 +338,11 @@ def cohort_of(offers: Sequence[Offer]) -> Cohort:
 
 def answer_to(task: Task, message: Message, sent_bytes: int) -> Answer:
     """What a reply to a task says, if it can be read."""
-    if message.has_error():
+    if message.has_error() and message.error.code in NOTHING_CAME:
         return as_missing(task, message.error.reason or "no reason given", sent_bytes)
     sizes = Reply(task.device, wire_bytes_down=sent_bytes, wire_bytes_up=wire_bytes(message))
+    if message.has_error():
+        return Answer(replace(sizes, error=message.error.reason or "no reason given"))
     try:
         result = read_result(message.content)
         if result.offer.device != task.device:

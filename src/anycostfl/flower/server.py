@@ -44,6 +44,7 @@ LOCK = "server.lock"  # held by the server app; inside: the id of Flower's run
 FAILURE = "failure.txt"  # why the server app gave up
 TRIES = 50  # to get the lock, ten a second
 PACE = "pace.jsonl"  # where the seconds of each round went
+FAR = 2.0  # a device that works so many times its planned seconds is not what its profile says
 
 app = ServerApp()
 
@@ -136,6 +137,7 @@ def play(
             pace.lap("devices_s")
             pace.note("send_s", roster.send_s)
             pace.note("slowest_device_s", max((a.busy_s for a in answers), default=0.0))
+            pace.busy(planned, {a.reply.device: a.busy_s for a in answers if a.busy_s > 0})
             replies = (answer.reply for answer in answers)
             outcomes = receive(server.method, planned.assignments, replies)
             outcomes = server.absorb(enough(outcomes, terms.min_replies))
@@ -200,7 +202,8 @@ class Pace:
 
     def __init__(self, path: Path | None = None) -> None:
         self._path = path
-        self._seconds: dict[str, float] = {}
+        self._seconds: dict[str, float | dict[int, float]] = {}
+        self._slow: set[int] = set()  # devices that were named already
         self._last = 0.0
 
     def begin(self, number: int) -> None:
@@ -217,6 +220,21 @@ class Pace:
     def note(self, name: str, seconds: float) -> None:
         """Seconds that somebody else measured."""
         self._seconds[name] = round(seconds, 4)
+
+    def busy(self, planned: Round, busy_s: Mapping[int, float]) -> None:
+        """How long each device worked; who took far longer than planned is named, once."""
+        self._seconds["busy_s"] = {device: round(s, 4) for device, s in busy_s.items()}
+        plan = zip(planned.cohort.index.tolist(), planned.strategies.latency_s, strict=True)
+        for device, planned_s in plan:
+            worked_s = busy_s.get(device, 0.0)
+            if self._path and worked_s > FAR * planned_s and device not in self._slow:
+                self._slow.add(device)
+                log(
+                    WARNING,
+                    "device %d worked %.2f s where %.2f s were planned; measure its profile on it "
+                    "with `anycostfl profile`",
+                    *(device, worked_s, planned_s),
+                )
 
     def end(self) -> None:
         """The round is over."""
