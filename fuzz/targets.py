@@ -272,7 +272,7 @@ def message_target() -> Target:
     download = messages.Download({"w": torch.ones(3)}, steps)
     how = Upload(0.1, 1, BINDING)
     task = messages.Task(ask, 3, 0.5, {"conv": 4}, how, 5, bytes(40), order, download)
-    result = messages.Result(bytes(50), "", 0.5, True, offer)
+    result = messages.Result(bytes(50), "", 0.5, offer)
     valid = [task.pack, result.pack, ask.pack, lambda: RecordDict({"offer": offer.pack()})]
     values: tuple[Any, ...] = (
         0, -1, 2**63, -(2**63), 2**70, 0.0, -1.0, float("nan"), float("inf"), 1e308, "", "x" * 99,

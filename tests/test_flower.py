@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import logging
 import math
 import struct
 import time
@@ -12,15 +14,17 @@ from pathlib import Path
 
 import pytest
 import torch
-from flwr.app import ArrayRecord, Message, RecordDict
+from flwr.app import ArrayRecord, Error, Message, RecordDict
 from torch import Tensor
 
 from anycostfl import methods
 from anycostfl.codec import compress
 from anycostfl.codec.dense import pack_dense
 from anycostfl.config import Config
+from anycostfl.errors import AnycostError
 from anycostfl.experiment import prepare, settle
 from anycostfl.flower import messages, roster, server
+from anycostfl.flower.numbers import Numbers, Stranger, Taken, note_nodes
 from anycostfl.flower.roster import NotEnoughDevices, Terms
 from anycostfl.flower.strategy import AnycostStrategy
 from anycostfl.rounds import DUPLICATE
@@ -317,6 +321,8 @@ def test_impossible_offers_keep_nodes_out(tmp_path: Path) -> None:
     config = config_of(tmp_path, "run.rounds=1")
 
     def tamper(device: int, _sent: Message, reply: Message) -> Message:
+        if reply.has_error():  # the answer to a refusal
+            return reply
         table = reply.content.config_records["offer"]
         if device == 1:
             table["rate_bps"] = math.nan
@@ -351,6 +357,41 @@ def test_a_missing_reply_ends_the_round_at_its_deadline_and_the_device_comes_bac
     time.sleep(roster.REFRESH_S)  # by then the server asks it again
     *_, last = turns
     assert [d.status for d in last.record.devices] == ["ok"] * 5
+
+
+def test_an_exception_on_a_device_is_its_own_failure(tmp_path: Path) -> None:
+    config = config_of(tmp_path, "run.rounds=1")
+    codes = {1: 2, 2: 5}  # the app raised, the node is unavailable
+
+    def tamper(device: int, sent: Message, reply: Message) -> Message:
+        if device not in codes or "task" not in sent.content:
+            return reply
+        error = Message(Error(codes[device], "out of memory"), reply_to=sent)
+        error.metadata.__dict__["_src_node_id"] = FIRST_NODE + device
+        return error
+
+    (turn,) = over_flower(config, tamper)
+    assert [d.status for d in turn.record.devices] == [
+        "ok", "failed: out of memory", "missing: out of memory", "ok", "ok",
+    ]  # fmt: skip
+
+
+def test_how_long_each_device_worked_is_kept_and_who_is_slow_is_named_once(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    config = config_of(tmp_path)
+
+    def slow(_sent: Message, result: messages.Result) -> messages.Result:
+        return replace(result, busy_s=1000.0)
+
+    logging.getLogger("flwr").addHandler(caplog.handler)
+    pace = server.Pace(tmp_path / "pace.jsonl")
+    list(server.play(config, LocalGrid(5, lies(slow, liar=3)), QUICK, pace=pace))
+    rows = [json.loads(line) for line in (tmp_path / "pace.jsonl").read_text().splitlines()]
+    assert [row["busy_s"]["3"] for row in rows] == [1000.0] * 2
+    assert all(row["busy_s"].keys() == set("01234") for row in rows)
+    named = [r for r in caplog.records if "device 3 worked 1000.00 s where" in r.getMessage()]
+    assert len({id(record) for record in named}) == 1
 
 
 def test_a_device_that_leaves_does_not_hold_up_the_round(tmp_path: Path) -> None:
@@ -400,6 +441,48 @@ def test_two_nodes_cannot_be_one_device(tmp_path: Path) -> None:
     (turn,) = server.play(config, grid, replace(QUICK, wait_for=4))
     assert [d.device for d in turn.record.devices] == [0, 1, 2, 3]
     assert {d.status for d in turn.record.devices} == {"ok"}
+
+
+def test_a_key_keeps_its_number_for_the_life_of_a_run(tmp_path: Path) -> None:
+    config = config_of(tmp_path, "run.rounds=1")
+    (tmp_path / "flower").mkdir()
+    nodes = {f"key-{i}": FIRST_NODE + i for i in range(5)}
+    note_nodes(tmp_path, nodes)
+
+    def taking_part(grid: LocalGrid, terms: Terms) -> list[int]:
+        (turn,) = server.play(config, grid, terms, numbers=Numbers(tmp_path))
+        return [d.device for d in turn.record.devices]
+
+    assert taking_part(LocalGrid(5), QUICK) == [0, 1, 2, 3, 4]
+    assert json.loads((tmp_path / "devices.json").read_text()) == {f"key-{i}": i for i in range(5)}
+
+    moved = {name: node + 100 for name, node in nodes.items()}  # the server was restarted
+    note_nodes(tmp_path, moved)
+    grid = LocalGrid(5)
+    grid.contexts = {node + 100: context for node, context in grid.contexts.items()}
+    for node, context in grid.contexts.items():
+        context.node_id = node
+    grid.contexts[moved["key-4"]].node_config["partition-id"] = 2  # whose device is away
+    grid.online = {moved["key-0"], moved["key-1"], moved["key-4"]}
+    assert taking_part(grid, replace(QUICK, wait_for=2)) == [0, 1]
+    told = [m.content for d, m in grid.sent if "refusal" in m.content and d == 2]
+    with pytest.raises(messages.Unwelcome, match="key key-4 is device 4 in this run, not 2"):
+        messages.read_ask(told[0])
+
+
+def test_a_number_has_one_key_and_a_node_without_a_key_none(tmp_path: Path) -> None:
+    (tmp_path / "flower").mkdir()
+    Numbers(tmp_path).claim(7, 0)  # no keys, nothing bound
+    note_nodes(tmp_path, {"pi": 7, "nano": 8})
+    Numbers(tmp_path).claim(7, 0)
+    Numbers(tmp_path).claim(7, 0)
+    with pytest.raises(Taken, match="device 0 is key pi in this run, not nano"):
+        Numbers(tmp_path).claim(8, 0)
+    with pytest.raises(Stranger):
+        Numbers(tmp_path).claim(9, 1)
+    (tmp_path / "devices.json").write_text("[")
+    with pytest.raises(AnycostError, match="is damaged"):
+        Numbers(tmp_path)
 
 
 # --- refused often --------------------------------------------------------------------------------

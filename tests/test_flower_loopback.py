@@ -135,6 +135,21 @@ def test_a_device_that_lies_in_every_way_is_refused_and_the_run_goes_on(
         assert statuses[3].startswith(REFUSALS[lie]), (lie, statuses[3])
 
 
+@pytest.mark.slow
+def test_a_key_that_comes_back_under_another_number_is_sent_away(processes: Loopback) -> None:
+    fleet = Fleet(processes, "run.rounds=400")
+    server = fleet.serve("--wait-for", "2")
+    devices = [fleet.join(0), fleet.join(1)]
+    fleet.wait_for_rounds(1)
+    devices[1].terminate()
+    ends(devices[1], 20)
+    other = fleet.join(3, fleet.keys.device("d1"))
+    assert ends(other, 60) == 2
+    assert "key d1 is device 1 in this run, not 3" in processes.log("d1")
+    os.killpg(server.pid, signal.SIGINT)
+    ends(server, 60)
+
+
 # --- drills: what is killed comes back, and nothing is lost ---------------------------------------
 
 

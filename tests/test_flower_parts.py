@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import re
 import socket
 import ssl
@@ -13,15 +14,17 @@ from contextlib import suppress
 from dataclasses import replace
 from datetime import UTC, datetime, timedelta
 from email.utils import format_datetime
+from importlib import resources
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
 
 import httpx
+import numpy as np
 import pytest
 import torch
 from cryptography.hazmat.primitives.asymmetric import ec
-from flwr.app import Array, ArrayRecord, Message, RecordDict
+from flwr.app import Array, ArrayRecord, Context, Message, RecordDict
 from flwr.common.constant import TIMESTAMP_HEADER
 from flwr.proto.node_pb2 import Node
 from flwr.supercore.constant import FLEET_HTTP_PUBLIC_KEY_HEADER, FLEET_HTTP_SIGNATURE_HEADER
@@ -38,20 +41,24 @@ from anycostfl.errors import AnycostError, ConfigError
 from anycostfl.experiment import prepare, settle
 from anycostfl.flower import node
 from anycostfl.flower.clock import Signature, date_reply
-from anycostfl.flower.device import Setup, open_device, read_setup, recall, remember
+from anycostfl.flower.device import Setup, app, open_device, read_setup, recall, remember
 from anycostfl.flower.keys import KeyFolder, make_keys, names_of, private_key, public_key
 from anycostfl.flower.messages import (
     TENSOR,
     Ask,
     MessageError,
+    pack_refusal,
     pack_state,
     pack_weights,
+    read_ask,
     read_state,
     read_task,
     unpack_weights,
 )
 from anycostfl.flower.node import Address
 from anycostfl.flower.superlink import LocalControl, is_allowed
+from anycostfl.types import Scale
+from flower_grid import through_bytes
 from small_runs import small_config, small_dataset
 
 # --- keys -----------------------------------------------------------------------------------------
@@ -99,10 +106,32 @@ def test_keys_that_exist_are_kept_and_private_ones_are_private(tmp_path: Path) -
     assert {p: p.read_bytes() for p in before} == before
     for path in (keys.authority_key, keys.certificate_key, keys.device("pi")):
         assert stat.S_IMODE(path.stat().st_mode) == 0o600
-    renewed = make_keys(tmp_path, ["10.0.0.8"], [])
-    assert renewed == [keys.certificate, keys.certificate_key]
+    assert make_keys(tmp_path, ["10.0.0.8"], []) == [keys.certificate]  # its key stays
+    assert keys.certificate_key.read_bytes() == before[keys.certificate_key]
+    assert names_of(keys.certificate)[:2] == ["10.0.0.7", "10.0.0.8"]
     assert keys.authority.read_bytes() == before[keys.authority]
     assert list(keys.registered()) == ["nano", "pi"]
+
+
+@pytest.mark.parametrize(
+    "host", ["", "192.168.1.300", "10.0.0.7:9443", "https://board.lan", "my board", "-a.lan"]
+)
+def test_what_is_neither_a_name_nor_an_address_is_no_host(tmp_path: Path, host: str) -> None:
+    with pytest.raises(ConfigError, match="--host: given"):
+        make_keys(tmp_path, ["board.lan", host], [])
+    assert not (tmp_path / "server.crt").exists()
+
+
+def test_keys_say_where_the_server_can_be_reached(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def say(*arguments: str) -> str:
+        build_app()(["keys", "--out", str(tmp_path), *arguments], standalone_mode=False)
+        return " ".join(capsys.readouterr().out.split())
+
+    assert "from this machine only" in say("pi")
+    assert "start `anycostfl serve` again" in say("--host", "pi4")
+    assert "note:" not in say("nano")
 
 
 def test_public_and_private_keys_belong_together(tmp_path: Path) -> None:
@@ -187,6 +216,58 @@ def test_a_device_offers_what_its_owner_says(tmp_path: Path) -> None:
     assert offer.means.latency_s.tolist() == [3.0]
 
 
+def test_the_uplink_that_was_measured_is_offered_unless_its_owner_says_another(
+    tmp_path: Path,
+) -> None:
+    config = settle(small_config(tmp_path))
+    text = resources.files("anycostfl").joinpath("profiles", "raspberry-pi-5.toml").read_text()
+    profile = tmp_path / "mine.toml"
+    profile.write_text(f"rate_bps = 3e6\n{text}")
+    for given, offered in ((0.0, 3e6), (2e6, 2e6)):
+        setup = Setup(1, str(profile), given, 0.0, 0.5, data=str(tmp_path / "stripes.npz"))
+        offer = open_device(setup.node_config(), Ask(to_toml(config), 0)).offer(0, {})
+        assert offer.means.rate_bps.tolist() == [offered]
+    about = ["join", "localhost:1", "--device", "0", "--insecure", "--profile"]
+    with pytest.raises(ConfigError) as measured:
+        build_app()([*about, str(profile)], standalone_mode=False)
+    assert measured.value.problems == ("--energy-j: given 0, allowed above 0",)
+    with pytest.raises(ConfigError, match="--rate-bps: given 0, allowed above 0"):
+        build_app()([*about, "raspberry-pi-5"], standalone_mode=False)
+
+
+def test_a_device_trains_on_few_samples_of_its_own_scaled_as_everybodys(tmp_path: Path) -> None:
+    config = settle(small_config(tmp_path))
+    scale = prepare(config).shared.scale
+    own = tmp_path / "mine.npz"
+    dark = np.full((7, 28, 28), 51, np.uint8)  # fewer than the fleet has devices, nothing to test
+    np.savez(own, train_images=dark, train_labels=np.arange(7))
+    for profile in ("", "raspberry-pi-5"):
+        setup = Setup(11, profile, 2e6, 0.0, 0.5, data=str(own), all_data=True)
+        device = open_device(setup.node_config(), Ask(to_toml(config), 0, scale))
+        assert device.offer(0, {}).means.samples.tolist() == [7]
+        images, labels = device.samples()
+        assert labels.tolist() == list(range(7))
+        expected = (np.float32(51) / 255 - np.float32(scale.mean[0])) / np.float32(scale.std[0])
+        assert torch.equal(images, torch.full((7, 1, 28, 28), float(expected)))
+    with pytest.raises(ConfigError, match="given images of 1 colours, allowed 3"):
+        open_device(
+            setup.node_config(), Ask(to_toml(config), 0, Scale((0.1, 0.2, 0.3), (1.0, 1.0, 1.0)))
+        )
+
+
+def test_the_experiments_own_data_is_scaled_to_the_bit_as_on_the_server(tmp_path: Path) -> None:
+    TaskIdentity.task_id, TaskIdentity.run_id, TaskIdentity.node_id = 1, 1, 1
+    side = prepare(settle(small_config(tmp_path))).shared
+    text = to_toml(settle(small_config(tmp_path)))
+    ask = read_ask(through_bytes(Message(Ask(text, 0, side.scale).pack(), 5, "query")).content)
+    assert ask == Ask(text, 0, side.scale)
+    own = Setup(0, data=str(small_dataset(tmp_path))).node_config()
+    assert torch.equal(open_device(own, ask).side.shared.train_images, side.train_images)
+    for bad in (Scale((0.5,), (0.0,)), Scale((0.5,), ()), Scale((math.nan,), (1.0,))):
+        with pytest.raises(MessageError, match="a scale of"):
+            read_ask(Ask(text, 0, bad).pack())
+
+
 def test_a_device_reads_no_file_that_the_server_names(tmp_path: Path) -> None:
     ask = Ask(to_toml(settle(small_config(tmp_path))), 0)
     with pytest.raises(ConfigError, match="--data"):
@@ -214,6 +295,13 @@ def test_a_device_remembers_the_last_round_and_the_one_before() -> None:
     remember(state, at(3), {"w": torch.tensor(2.5)})  # the round is played again
     assert (value(at(4)), value(at(3))) == (2.5, 1.0)
     assert value(at(4, "another experiment")) is None
+
+
+def test_a_device_that_the_server_refuses_ends_and_says_why() -> None:
+    TaskIdentity.task_id, TaskIdentity.run_id, TaskIdentity.node_id = 1, 1, 1
+    context = Context(1, 5, {"device": 0}, RecordDict(), {})
+    with pytest.raises(AnycostError, match="refuses this device: it is another's number"):
+        node._answer(app, Message(pack_refusal("it is another's number"), 5, "query"), context)
 
 
 def test_weights_of_another_size_are_not_taken(tmp_path: Path) -> None:
@@ -256,6 +344,8 @@ def test_tensors_of_every_kind_survive_and_others_do_not() -> None:
     [
         (["serve"], "Make it with `anycostfl keys"),
         (["serve", "--resume", "nowhere", "--insecure"], "holds no run"),
+        (["serve", "--insecure", "--min-replies", "11"], "--min-replies: given 11, allowed 1 … 10"),
+        (["serve", "--insecure", "--wait-for", "41"], "--wait-for: given 41, allowed 0"),
         (["join", "localhost:1", "--device", "0"], "--key: needed"),
         (["join", "localhost:1", "--device", "0", "--insecure", "--profile", "pi"], "no device"),
         (["run", "--engine", "spark"], "allowed own, flower"),
@@ -267,6 +357,7 @@ def test_mistakes_say_what_to_do(
     monkeypatch.chdir(tmp_path)
     with pytest.raises(AnycostError, match=re.escape(message)):
         build_app()(arguments, standalone_mode=False)
+    assert not list(tmp_path.iterdir())
 
 
 # --- wrong clocks ---------------------------------------------------------------------------------

@@ -25,6 +25,7 @@ import torch
 from torch import Tensor
 
 from anycostfl.errors import ConfigError, MissingExtra, UnknownName
+from anycostfl.types import Scale
 
 Images = npt.NDArray[np.uint8]  # (sample, height, width[, colour])
 Labels = npt.NDArray[np.int64]
@@ -55,19 +56,24 @@ class Dataset:
     std: tuple[float, ...]
 
 
-def load(name: str, path: str = "") -> Dataset:
-    """A dataset by its name, or a file that ends in .npz."""
+def load(name: str, path: str = "", scale: Scale | None = None) -> Dataset:
+    """A dataset by its name, or a file that ends in .npz.
+
+    With the `scale` of an experiment it is the data of one of its devices: normalised as the
+    others' is, and a file needs nothing to test on.
+    """
     if name.endswith(".npz"):
-        return _dataset(Path(name).stem, *_read_npz(Path(name)))
+        parts = _read_npz(Path(name), tests=scale is None)
+        return _dataset(Path(name).stem, *parts, scale)
     if name not in READERS:
         raise UnknownName(f"no dataset {name!r}; there are {', '.join(READERS)}, or an .npz file")
-    return _dataset(name, *READERS[name](path))
+    return _dataset(name, *READERS[name](path), scale)
 
 
-def _dataset(name: str, train: Part, test: Part) -> Dataset:
-    """Normalise each colour to mean 0 and deviation 1 over the training images."""
+def _dataset(name: str, train: Part, test: Part, scale: Scale | None) -> Dataset:
+    """Normalise each colour, if not said otherwise to mean 0 and deviation 1 in training."""
     images, tests = (_as_tensor(part[0]) for part in (train, test))
-    mean, std = _statistics(images)
+    mean, std = _given(scale, images.shape[1], name) if scale else _statistics(images)
     labels, test_labels = (torch.from_numpy(part[1]) for part in (train, test))
     std = std.clamp(min=1e-6)
     return Dataset(
@@ -76,10 +82,20 @@ def _dataset(name: str, train: Part, test: Part) -> Dataset:
         train_labels=labels,
         test_images=(tests - mean) / std,
         test_labels=test_labels,
-        classes=int(max(labels.max(), test_labels.max())) + 1,
+        classes=int(torch.cat([labels, test_labels]).max()) + 1,
         mean=tuple(mean.flatten().tolist()),
         std=tuple(std.flatten().tolist()),
     )
+
+
+def _given(scale: Scale, colours: int, name: str) -> tuple[Tensor, Tensor]:
+    """Mean and deviation of each colour, as the experiment says."""
+    if len(scale.mean) != colours:
+        raise ConfigError(
+            [f"{name}: given images of {colours} colours, allowed {len(scale.mean)} here"]
+        )
+    mean, std = torch.tensor(scale.mean), torch.tensor(scale.std)
+    return mean.view(1, -1, 1, 1), std.view(1, -1, 1, 1)
 
 
 def _statistics(images: Tensor) -> tuple[Tensor, Tensor]:
@@ -188,14 +204,16 @@ def _read_parquet(folder: Path, split: str) -> Part:
     return np.stack(images), np.array(labels, np.int64)
 
 
-def _read_npz(path: Path) -> tuple[Part, Part]:
+def _read_npz(path: Path, *, tests: bool = True) -> tuple[Part, Part]:
+    """Four arrays; where no tests are needed, two are enough."""
     if not path.is_file():
         raise DataMissing(f"there is no file {path}")
     names = ("train_images", "train_labels", "test_images", "test_labels")
     with np.load(path, allow_pickle=False) as arrays:
-        if missing := [name for name in names if name not in arrays]:
+        if missing := [name for name in names[: 4 if tests else 2] if name not in arrays]:
             raise ConfigError([f"{name}: missing" for name in missing], str(path))
-        a, b, c, d = (arrays[name] for name in names)
+        a, b = (arrays[name] for name in names[:2])
+        c, d = (arrays[name] for name in names[2:]) if tests else (a[:0], b[:0])
     problems = [
         f"{name}: given shape {x.shape}, allowed (sample, height, width[, colour])"
         for name, x in zip(names[::2], (a, c), strict=True)

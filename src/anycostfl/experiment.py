@@ -14,6 +14,7 @@ from anycostfl import data, models
 from anycostfl.config import Config
 from anycostfl.coupling import tensors_of
 from anycostfl.train import TrainOptions, bf16_pays
+from anycostfl.types import Scale
 from anycostfl.workers import DeviceSide, Shared
 
 PARTITION = 201  # the purpose of the generator that splits the data
@@ -33,16 +34,26 @@ def settle(config: Config) -> Config:
 def load_data(config: Config) -> tuple[data.Dataset, data.Partition]:
     """The dataset, and the samples of every device."""
     dataset = data.load(config.data.name, config.data.path)
+    return dataset, split(config, dataset)
+
+
+def split(config: Config, dataset: data.Dataset) -> data.Partition:
+    """The samples of every device."""
     random = np.random.default_rng([config.run.seed, PARTITION])
     labels, devices = dataset.train_labels.numpy(), config.fleet.devices
     if config.data.partition == "iid":
-        return dataset, data.split_iid(labels, devices, random)
-    return dataset, data.split_dirichlet(labels, devices, config.data.concentration, random)
+        return data.split_iid(labels, devices, random)
+    return data.split_dirichlet(labels, devices, config.data.concentration, random)
 
 
-def prepare(config: Config) -> DeviceSide:
-    """Load the data, split it over the fleet, initialise the global model."""
-    dataset, parts = load_data(config)
+def prepare(config: Config, scale: Scale | None = None, *, whole: bool = False) -> DeviceSide:
+    """Load the data, split it over the fleet, initialise the global model.
+
+    A real device is told the `scale` of the experiment's data; if it trains on all of its own, the
+    `whole` is not split.
+    """
+    dataset = data.load(config.data.name, config.data.path, scale)
+    parts = [np.arange(len(dataset.train_labels))] if whole else split(config, dataset)
     with torch.random.fork_rng():
         torch.manual_seed(config.run.seed)
         module = models.load(config.model.name).build()
@@ -59,6 +70,7 @@ def prepare(config: Config) -> DeviceSide:
             test_labels=dataset.test_labels,
             samples=torch.from_numpy(np.concatenate(parts)),
             ends=torch.tensor([len(part) for part in parts]).cumsum(0),
+            scale=Scale(dataset.mean, dataset.std),
         )
     )
 

@@ -35,6 +35,14 @@ class ModelSpec:
     summary: str
 
 
+@dataclass(frozen=True, slots=True)
+class Scale:
+    """What images are normalised by, each colour: minus `mean`, divided by `std`."""
+
+    mean: tuple[float, ...]
+    std: tuple[float, ...]
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class Update:
     """A decoded update ũ and its mask m: both by parameter name, values 0 outside the mask."""

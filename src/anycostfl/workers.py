@@ -31,6 +31,7 @@ from anycostfl.feedback import encode_with_feedback, no_residual
 from anycostfl.methods import State, Upload
 from anycostfl.shrink import ElasticModel, SubModel
 from anycostfl.train import TrainOptions, count_correct, train
+from anycostfl.types import Scale
 
 TEST_CHUNK = 1000
 
@@ -67,6 +68,7 @@ class Shared:
     test_labels: Tensor
     samples: Tensor  # the indices of all devices' samples, one device after the other
     ends: Tensor  # where each device's samples end
+    scale: Scale
 
     def in_shared_memory(self) -> Shared:
         """The same with every tensor visible to other processes."""

@@ -23,7 +23,9 @@ def join(
     key: Annotated[Path | None, typer.Option(help="Its private key")] = None,
     trust: Annotated[Path | None, typer.Option(help="ca.crt of the server")] = None,
     profile: Annotated[str, typer.Option(help="What it is: a profile, or a .toml file")] = "",
-    rate_bps: Annotated[float, typer.Option(help="Uplink in bits per second")] = 0.0,
+    rate_bps: Annotated[
+        float, typer.Option(help="Uplink in bits per second; 0 is as the profile says")
+    ] = 0.0,
     energy_j: Annotated[float, typer.Option(help="What a round may cost, in joules")] = 0.0,
     latency_s: Annotated[
         float, typer.Option(help="What a round may take; 0 is as the experiment says")
@@ -47,8 +49,8 @@ def join(
     need_flower()
     problems = _problems(key, trust, insecure=insecure)
     if profile:
-        load_profile(profile)
-        given = {"--rate-bps": rate_bps, "--energy-j": energy_j}
+        measured_bps = load_profile(profile).rate_bps or 0.0
+        given = {"--rate-bps": rate_bps or measured_bps, "--energy-j": energy_j}
         problems += [f"{n}: given {v:g}, allowed above 0" for n, v in given.items() if v <= 0]
     counts = {"--threads": threads, "--latency-s": latency_s, "--patience-s": patience_s}
     problems += [f"{n}: given {v:g}, allowed 0 or more" for n, v in counts.items() if v < 0]

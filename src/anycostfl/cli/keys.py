@@ -22,10 +22,10 @@ def keys(
     """Make what is missing: an authority, the server's certificate, a key for every device named.
 
     A running `anycostfl serve --keys` lets new devices in as soon as their .pub file is there, and
-    puts out those whose file is removed.
+    puts out those whose file is removed. A further --host is added to the server's certificate.
     """
     need_flower()
-    from anycostfl.flower.keys import KeyFolder, make_keys, names_of  # noqa: PLC0415 - optional
+    from anycostfl.flower.keys import ALWAYS, KeyFolder, make_keys, names_of  # noqa: PLC0415 - optional
 
     made = make_keys(folder, host or [], devices or [])
     known = KeyFolder(folder)
@@ -47,4 +47,14 @@ def keys(
         ),
     ]  # fmt: skip
     out.print(table(f"keys in {folder}", ("who", "gets", ""), rows))
+    if set(names_of(known.certificate)) <= set(ALWAYS):
+        out.print(
+            "[yellow]note:[/] the server can be reached from this machine only; for others, give "
+            "its name or address with --host"
+        )
+    elif known.certificate in made and known.certificate_key not in made:
+        out.print(
+            f"{known.certificate} is new, for these hosts and those before, with the key it had: "
+            "copy it to the server and start `anycostfl serve` again."
+        )
     out.print(f"{known.authority_key} signs for all of them: keep it to yourself.")

@@ -64,9 +64,11 @@ def serve(
         for remark in before.remarks:
             err.print(f"[yellow]note:[/] {escape(remark)}")
         config, writer, records = before.config, before.writer, before.records
+        check_counts(config, wait_for, min_replies)
     else:
         config = for_devices(load_preset(preset, set_ or []))
         methods.load(config.run.method)
+        check_counts(config, wait_for, min_replies)
         writer = RunWriter.create(out_dir or free_folder(Path(preset).stem), to_toml(config))
         records = []
     terms = Terms(deadline_s, wait_for or config.fleet.cohort, min_replies, patience_s)
@@ -85,6 +87,20 @@ def serve(
         if not json:
             out.print(f"Stopped. Go on with: anycostfl serve --resume {writer.folder}")
         raise typer.Exit(130)
+
+
+def check_counts(config: Config, wait_for: int, min_replies: int) -> None:
+    """Refuse to wait for more devices than there are, or for more replies than tasks."""
+    devices, cohort = config.fleet.devices, config.fleet.cohort
+    problems = []
+    if not 0 <= wait_for <= devices:
+        problems.append(
+            f"--wait-for: given {wait_for}, allowed 0 (a full cohort) … {devices} (fleet.devices)"
+        )
+    if not 1 <= min_replies <= cohort:
+        problems.append(f"--min-replies: given {min_replies}, allowed 1 … {cohort} (fleet.cohort)")
+    if problems:
+        raise ConfigError(problems)
 
 
 def for_devices(config: Config) -> Config:

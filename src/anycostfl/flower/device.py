@@ -13,6 +13,8 @@ import time
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from flwr.app import ConfigRecord, Context, Message, RecordDict
 from flwr.app.user_config import UserConfig
@@ -41,7 +43,7 @@ from anycostfl.flower.messages import (
 )
 from anycostfl.methods import State
 from anycostfl.shrink import SubModel
-from anycostfl.types import Devices, Profile, make_devices
+from anycostfl.types import Devices, Profile, Scale, make_devices
 from anycostfl.workers import DeviceSide, Job, Reply
 
 app = ClientApp()
@@ -200,11 +202,17 @@ class Device:
             self.config.fleet,
             seed=self.config.run.seed,
             round_index=number,
-            samples=self.side.sample_counts().numpy(),
+            samples=self._counts(),
             profiles=self.profiles,
         )
         here = slice(self.setup.device, self.setup.device + 1)
         return float(fleet.distance_m[self.setup.device]), fleet.devices.take(here)
+
+    def _counts(self) -> npt.NDArray[np.int64]:
+        """How many samples every device of the fleet holds, as far as this one knows."""
+        if self.setup.all_data:
+            return np.full(self.config.fleet.devices, len(self.side.shared.train_labels))
+        return self.side.sample_counts().numpy()
 
     def _own(self) -> tuple[float, Devices]:
         """As its owner describes it; distances do not matter where the rate is known."""
@@ -213,7 +221,7 @@ class Device:
         means = make_devices(
             **{name: getattr(kind, name) for name in (*names, "power_w", "overhead")},
             samples=len(self.samples()[1]),
-            rate_bps=setup.rate_bps,
+            rate_bps=setup.rate_bps or kind.rate_bps or 0.0,
             latency_s=setup.latency_s or self.config.fleet.latency_s,
             energy_j=setup.energy_j,
         )
@@ -223,7 +231,9 @@ class Device:
 def open_device(table: UserConfig, ask: Ask) -> Device:
     """This device in the experiment that the server asks about."""
     setup = read_setup(table)
-    config, side, profiles = _ground(ask.config, setup.data, own_files=setup.own_files)
+    config, side, profiles = _ground(
+        ask.config, ask.scale, setup.data, whole=setup.all_data, own_files=setup.own_files
+    )
     if not 0 <= setup.device < config.fleet.devices:
         raise ConfigError(
             [f"device: given {setup.device}, allowed 0 … {config.fleet.devices - 1} in this fleet"]
@@ -233,7 +243,7 @@ def open_device(table: UserConfig, ask: Ask) -> Device:
 
 @lru_cache(maxsize=1)
 def _ground(
-    text: str, data: str, *, own_files: bool
+    text: str, scale: Scale | None, data: str, *, whole: bool, own_files: bool
 ) -> tuple[Config, DeviceSide, dict[str, Profile]]:
     """What stays the same from message to message: data, traced model, profiles."""
     config = _with_data(parse_config(text, "the server's configuration"), data)
@@ -243,7 +253,7 @@ def _ground(
              "name the data of this device with --data"]
         )  # fmt: skip
     kinds = {name: load_profile(name) for name in config.fleet.profiles}
-    return config, prepare(config), kinds
+    return config, prepare(config, scale, whole=whole), kinds
 
 
 def _with_data(config: Config, data: str) -> Config:

@@ -67,12 +67,24 @@ class KeyFolder:
 
 
 def make_keys(folder: Path, hosts: Sequence[str], devices: Sequence[str]) -> list[Path]:
-    """Make what is missing; the files that are new. Keys that exist are never replaced."""
-    bad = [n for n in devices if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]*", n)]
-    if bad:
-        raise ConfigError(
-            [f"device name: given {n!r}, allowed letters, digits, . _ -" for n in bad]
-        )
+    """Make what is missing; the files that are new. Keys that exist are never replaced.
+
+    A certificate that lacks a host is made anew, for that one and all it was good for before.
+    """
+    problems = [
+        f"device name: given {name!r}, allowed letters, digits, . _ -"
+        for name in devices
+        if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]*", name)
+    ]
+    problems += [
+        f"--host: given {host!r}, allowed a name such as board.lan or an address such as "
+        "192.168.1.10, without a port"
+        for host in hosts
+        if not _is_host(host)
+    ]
+    if problems:
+        raise ConfigError(problems)
+    hosts = [str(_name(host).value) for host in hosts]
     keys = KeyFolder(folder)
     (folder / "devices").mkdir(parents=True, exist_ok=True)
     made: list[Path] = []
@@ -136,11 +148,11 @@ def _make_certificate(keys: KeyFolder, hosts: Sequence[str]) -> list[Path]:
             [f"--host: {keys.certificate} is not good for {', '.join(hosts)}, and without "
              f"{keys.authority_key} no other can be made"]
         )  # fmt: skip
-    authority = serialization.load_pem_private_key(keys.authority_key.read_bytes(), None)
-    if not isinstance(authority, ec.EllipticCurvePrivateKey):
-        raise ConfigError([f"{keys.authority_key}: not a key that `anycostfl keys` made"])
-    key = ec.generate_private_key(ec.SECP384R1())
-    names = dict.fromkeys((*hosts, *ALWAYS))
+    authority = _own_key(keys.authority_key)
+    is_new = not keys.certificate_key.exists()
+    key = _server_key(keys)
+    before = names_of(keys.certificate) if keys.certificate.exists() else []
+    names = dict.fromkeys((*(name for name in before if name not in ALWAYS), *hosts, *ALWAYS))
     issuer = x509.AuthorityKeyIdentifier.from_issuer_public_key(authority.public_key())
     builder = (
         _builder("anycostfl server", "anycostfl authority", key.public_key(), SERVER_DAYS)
@@ -150,9 +162,24 @@ def _make_certificate(keys: KeyFolder, hosts: Sequence[str]) -> list[Path]:
         .add_extension(x509.ExtendedKeyUsage([ExtendedKeyUsageOID.SERVER_AUTH]), critical=False)
         .add_extension(issuer, critical=False)
     )
-    _write(keys.certificate_key, _pem(key), secret=True)
+    if is_new:
+        _write(keys.certificate_key, _pem(key), secret=True)
     _write(keys.certificate, _signed(builder, authority))
-    return [keys.certificate, keys.certificate_key]
+    return [keys.certificate, keys.certificate_key] if is_new else [keys.certificate]
+
+
+def _server_key(keys: KeyFolder) -> ec.EllipticCurvePrivateKey:
+    """The server's key, or a new one."""
+    if not keys.certificate_key.exists():
+        return ec.generate_private_key(ec.SECP384R1())
+    return _own_key(keys.certificate_key)
+
+
+def _own_key(path: Path) -> ec.EllipticCurvePrivateKey:
+    key = serialization.load_pem_private_key(path.read_bytes(), None)
+    if not isinstance(key, ec.EllipticCurvePrivateKey):
+        raise ConfigError([f"{path}: not a key that `anycostfl keys` made"])
+    return key
 
 
 def _make_device(path: Path) -> list[Path]:
@@ -203,6 +230,14 @@ def _usage(*, sign_certificates: bool) -> x509.KeyUsage:
         encipher_only=False,
         decipher_only=False,
     )
+
+
+def _is_host(host: str) -> bool:
+    """Whether this is an address, or a name whose last part is not a number."""
+    with suppress(ValueError):
+        return bool(ipaddress.ip_address(host))
+    label = r"[A-Za-z0-9]([A-Za-z0-9-]{0,61}[A-Za-z0-9])?"
+    return bool(re.fullmatch(rf"({label}\.)*(?![0-9]+$){label}", host))
 
 
 def _name(host: str) -> x509.GeneralName:

@@ -35,6 +35,7 @@ from flwr.supercore.interceptors.http.runtime_version import RuntimeVersionHttpI
 
 from anycostfl.errors import AnycostError, ConfigError
 from anycostfl.flower.keys import KeyFolder, public_key
+from anycostfl.flower.numbers import note_nodes
 from anycostfl.flower.roster import Terms
 from anycostfl.flower.server import FAILURE, LOCK
 from anycostfl.records import JOURNAL, read_run
@@ -91,6 +92,7 @@ def open_link(serving: Serving) -> Iterator[Link]:
     link = Link(serving, process)
     try:
         link.wait_until_up()
+        note_nodes(serving.folder, None if serving.keys is None else {})
         link.register()
         yield link
     finally:
@@ -129,11 +131,14 @@ class Link:
         if self.serving.keys is None:
             return
         wanted = self.serving.keys.registered()
+        if wanted.keys() == self._registered.keys():
+            return
         for name in wanted.keys() - self._registered.keys():
             request = RegisterNodeRequest(public_key=public_key(wanted[name]), name=name)
             self._registered[name] = self._control.RegisterNode(request).node_id
         for name in self._registered.keys() - wanted.keys():
             self._control.UnregisterNode(UnregisterNodeRequest(node_id=self._registered.pop(name)))
+        note_nodes(self.serving.folder, self._registered)
 
     def follow(self, rounds: int) -> Iterator[RoundRecord]:
         """Run the server app until so many rounds are done; each round as it is finished."""

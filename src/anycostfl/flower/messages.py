@@ -2,6 +2,7 @@
 
     ask      → offer     which device are you, what can you afford in this round?
     task     → result    your sub-model and how to upload; the payload, and the offer for next time
+    refusal              you cannot take part, and why
 
 Tensors travel as raw bytes: a sub-model as one array, a payload as one array. Nothing is pickled.
 Whatever does not read as its record is a `MessageError`, which says what is wrong.
@@ -23,7 +24,7 @@ from anycostfl.downlink import Step
 from anycostfl.errors import AnycostError, ConfigError
 from anycostfl.methods import State, Upload
 from anycostfl.shrink import ElasticModel, WidthPlan
-from anycostfl.types import Devices, make_devices
+from anycostfl.types import Devices, Scale, make_devices
 
 Scalar = TypeVar("Scalar", int, float, str, bytes, bool)
 
@@ -36,25 +37,55 @@ class MessageError(AnycostError, ValueError):
     """A message that does not say what it should."""
 
 
+class Unwelcome(AnycostError):  # noqa: N818 - reads as what happened
+    """The server does not take this device's offers; says why."""
+
+
 # --- the server asks, the device answers ----------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
 class Ask:
-    """The experiment, as TOML, and the round that is about to begin."""
+    """The experiment, as TOML, the round that is about to begin, and what images are scaled by."""
 
     config: str
     round: int
+    scale: Scale | None = None
 
     def pack(self) -> RecordDict:
         """As records."""
-        return RecordDict({"ask": ConfigRecord({"config": self.config, "round": self.round})})
+        table = ConfigRecord({"config": self.config, "round": self.round})
+        if self.scale:
+            table["mean"], table["std"] = list(self.scale.mean), list(self.scale.std)
+        return RecordDict({"ask": table})
 
 
 def read_ask(records: RecordDict) -> Ask:
-    """The question in a message."""
+    """The question in a message, unless it is a refusal."""
+    if refusal := records.config_records.get("refusal"):
+        raise Unwelcome(f"the server refuses this device: {_value(refusal, 'why', str)}")
     table = _table(records, "ask")
-    return Ask(_value(table, "config", str), _value(table, "round", int))
+    return Ask(_value(table, "config", str), _value(table, "round", int), _read_scale(table))
+
+
+def _read_scale(table: ConfigRecord) -> Scale | None:
+    """The scale in a question, if it has one."""
+    if "mean" not in table and "std" not in table:
+        return None
+    mean, std = (
+        tuple(v for v in value if isinstance(v, float) and math.isfinite(v))
+        if isinstance(value := table.get(key), list)
+        else ()
+        for key in ("mean", "std")
+    )
+    if not mean or len(mean) != len(std) or min(std) <= 0:
+        raise MessageError(f"a scale of mean {mean} and std {std}")
+    return Scale(mean, std)
+
+
+def pack_refusal(why: str) -> RecordDict:
+    """What is sent to a device that cannot take part."""
+    return RecordDict({"refusal": ConfigRecord({"why": why})})
 
 
 @dataclass(frozen=True, slots=True, eq=False)

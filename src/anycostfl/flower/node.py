@@ -62,6 +62,7 @@ from anycostfl.errors import AnycostError
 from anycostfl.flower.clock import Signature, date_reply
 from anycostfl.flower.device import Setup
 from anycostfl.flower.keys import private_key
+from anycostfl.flower.messages import Unwelcome
 
 Request = TypeVar("Request")
 Answer = TypeVar("Answer")
@@ -98,7 +99,7 @@ class Address:
 
 
 def join(address: Address, app: ClientApp, setup: Setup) -> None:
-    """Be a device of the fleet until the process is stopped."""
+    """Be a device of the fleet until the process is stopped, or the server says no."""
     key = private_key(address.key) if address.key else ec.generate_private_key(ec.SECP384R1())
     context = Context(
         run_id=0, node_id=0, node_config=setup.node_config(), state=RecordDict(), run_config={}
@@ -265,7 +266,7 @@ def _heartbeat(client: FleetHttpClient, node: Node) -> Iterator[None]:
 
 
 def _answer(app: ClientApp, message: Message, context: Context) -> Message:
-    """What the app answers; what goes wrong in it is an answer too."""
+    """What the app answers; what goes wrong in it is an answer too, unless the server says go."""
     about = message.metadata
     TaskIdentity.run_id, TaskIdentity.node_id = about.run_id, context.node_id
     TaskIdentity.task_id = about.dst_task_id or 0
@@ -273,6 +274,8 @@ def _answer(app: ClientApp, message: Message, context: Context) -> Message:
     log(INFO, "round %s: %s", about.group_id, about.message_type)
     try:
         return app(message, context)
+    except Unwelcome:
+        raise
     except Exception as error:  # a device outlives whatever a message does to it
         log(ERROR, "the message cannot be answered: %s", error)
         return Message(Error(ErrorCode.CLIENT_APP_RAISED_EXCEPTION, str(error)), reply_to=message)

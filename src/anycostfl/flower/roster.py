@@ -16,6 +16,7 @@ from logging import INFO, WARNING
 
 import numpy as np
 from flwr.app import Message, MessageType
+from flwr.common.constant import ErrorCode
 from flwr.common.logger import log
 
 from anycostfl.checks import Count, Positive, check_fields
@@ -27,18 +28,27 @@ from anycostfl.flower.messages import (
     MessageError,
     Offer,
     Task,
+    pack_refusal,
     read_offer,
     read_result,
     wire_bytes,
 )
+from anycostfl.flower.numbers import Numbers, Stranger, Taken
 from anycostfl.flower.post import PostOffice
 from anycostfl.gate import Bench
-from anycostfl.types import Devices
+from anycostfl.types import Devices, Scale
 from anycostfl.workers import Reply
 
 ASK_S = 30.0  # how long a question stands
 REFRESH_S = 1.0  # between two looks at who is connected
 SPARE_S = 10.0  # a task outlives its deadline, so that it is the deadline that is recorded
+
+NOTHING_CAME = (
+    ErrorCode.MESSAGE_UNAVAILABLE,
+    ErrorCode.REPLY_MESSAGE_UNAVAILABLE,
+    ErrorCode.NODE_UNAVAILABLE,
+)
+"""What the SuperLink says in a device's place; all else that goes wrong, the device says itself."""
 
 
 class NotEnoughDevices(AnycostError):  # noqa: N818 - reads as what happened
@@ -89,8 +99,17 @@ class Answer:
 class Roster:
     """The devices behind a post office."""
 
-    def __init__(self, office: PostOffice, config: Config, terms: Terms) -> None:
+    def __init__(
+        self,
+        office: PostOffice,
+        config: Config,
+        terms: Terms,
+        *,
+        scale: Scale,
+        numbers: Numbers | None = None,
+    ) -> None:
         self._office, self._config, self._terms = office, config, terms
+        self._scale, self._numbers = scale, numbers or Numbers()
         self._text = to_toml(config)
         self._offers: dict[int, Offer] = {}  # node → its latest offer
         self._asked: dict[str, tuple[int, float]] = {}  # message → node, when the question lapses
@@ -102,7 +121,7 @@ class Roster:
 
     def ask(self, number: int) -> Ask:
         """What every message says about the experiment."""
-        return Ask(self._text, number)
+        return Ask(self._text, number, self._scale)
 
     def gather(self, number: int, least: int, bench: Bench) -> Gathered:
         """Wait until enough devices are there, draw the cohort, learn what each can afford.
@@ -285,13 +304,19 @@ class Roster:
         """Take an offer, unless it cannot be one of this fleet's."""
         try:
             offer = read_offer(message.content)
-            if self._nodes().get(offer.device, node) != node:
-                raise MessageError(f"device {offer.device} is connected already")
             if not 0 <= offer.device < self._config.fleet.devices:
                 raise MessageError(f"there is no device {offer.device} in this fleet")
-        except MessageError as error:
-            log(WARNING, "node %s is ignored: %s", node, error)
+            self._numbers.claim(node, offer.device)
+            if self._nodes().get(offer.device, node) != node:
+                raise MessageError(f"device {offer.device} is connected already")
+        except Stranger as error:
+            log(INFO, "%s yet", error)  # it is asked again
+            return
+        except (MessageError, Taken) as error:
+            log(WARNING, "node %s is refused: %s", node, error)
             self._ignored.add(node)
+            content = pack_refusal(str(error))
+            self._office.send(Message(content, node, MessageType.QUERY, ttl=ASK_S))
             return
         if node not in self._offers:
             log(INFO, "device %d is ready", offer.device)
@@ -313,9 +338,11 @@ def cohort_of(offers: Sequence[Offer]) -> Cohort:
 
 def answer_to(task: Task, message: Message, sent_bytes: int) -> Answer:
     """What a reply to a task says, if it can be read."""
-    if message.has_error():
+    if message.has_error() and message.error.code in NOTHING_CAME:
         return as_missing(task, message.error.reason or "no reason given", sent_bytes)
     sizes = Reply(task.device, wire_bytes_down=sent_bytes, wire_bytes_up=wire_bytes(message))
+    if message.has_error():
+        return Answer(replace(sizes, error=message.error.reason or "no reason given"))
     try:
         result = read_result(message.content)
         if result.offer.device != task.device:

@@ -30,6 +30,7 @@ from anycostfl.coupling import tensors_of
 from anycostfl.errors import AnycostError
 from anycostfl.flower.broadcast import Chain
 from anycostfl.flower.messages import Ask, Task, pack_weights
+from anycostfl.flower.numbers import Numbers
 from anycostfl.flower.orphans import end_with_parent
 from anycostfl.flower.post import PostOffice, quicken
 from anycostfl.flower.roster import Roster, Terms
@@ -43,6 +44,7 @@ LOCK = "server.lock"  # held by the server app; inside: the id of Flower's run
 FAILURE = "failure.txt"  # why the server app gave up
 TRIES = 50  # to get the lock, ten a second
 PACE = "pace.jsonl"  # where the seconds of each round went
+FAR = 2.0  # a device that works so many times its planned seconds is not what its profile says
 
 app = ServerApp()
 
@@ -59,8 +61,9 @@ def main(grid: Grid, context: Context) -> None:
             check_engine(before, simulated=False)
             for remark in before.remarks:
                 log(WARNING, "%s", remark)
-            pace = Pace(folder / PACE)
-            turns = play(before.config, grid, read_terms(context.run_config), before.start, pace)
+            terms, pace = read_terms(context.run_config), Pace(folder / PACE)
+            numbers = Numbers(folder)
+            turns = play(before.config, grid, terms, before.start, pace, numbers=numbers)
             for turn in keep(turns, before.config, before.writer):
                 log(INFO, "round %d is done", turn.record.round + 1)
         except AnycostError as error:
@@ -102,13 +105,16 @@ def play(
     terms: Terms,
     start: Snapshot | None = None,
     pace: Pace | None = None,
+    *,
+    numbers: Numbers | None = None,
 ) -> Turns:
     """The training procedure of the paper on the devices behind a Grid, round after round.
 
     Devices keep their memories themselves.
     """
     server = Server(config, start)
-    roster = Roster(PostOffice(grid), config, terms)
+    scale = server.side.shared.scale
+    roster = Roster(PostOffice(grid), config, terms, scale=scale, numbers=numbers)
     chain = Chain(server.public)
     pace = pace or Pace()
 
@@ -131,6 +137,7 @@ def play(
             pace.lap("devices_s")
             pace.note("send_s", roster.send_s)
             pace.note("slowest_device_s", max((a.busy_s for a in answers), default=0.0))
+            pace.busy(planned, {a.reply.device: a.busy_s for a in answers if a.busy_s > 0})
             replies = (answer.reply for answer in answers)
             outcomes = receive(server.method, planned.assignments, replies)
             outcomes = server.absorb(enough(outcomes, terms.min_replies))
@@ -195,7 +202,8 @@ class Pace:
 
     def __init__(self, path: Path | None = None) -> None:
         self._path = path
-        self._seconds: dict[str, float] = {}
+        self._seconds: dict[str, float | dict[int, float]] = {}
+        self._slow: set[int] = set()  # devices that were named already
         self._last = 0.0
 
     def begin(self, number: int) -> None:
@@ -212,6 +220,21 @@ class Pace:
     def note(self, name: str, seconds: float) -> None:
         """Seconds that somebody else measured."""
         self._seconds[name] = round(seconds, 4)
+
+    def busy(self, planned: Round, busy_s: Mapping[int, float]) -> None:
+        """How long each device worked; who took far longer than planned is named, once."""
+        self._seconds["busy_s"] = {device: round(s, 4) for device, s in busy_s.items()}
+        plan = zip(planned.cohort.index.tolist(), planned.strategies.latency_s, strict=True)
+        for device, planned_s in plan:
+            worked_s = busy_s.get(device, 0.0)
+            if self._path and worked_s > FAR * planned_s and device not in self._slow:
+                self._slow.add(device)
+                log(
+                    WARNING,
+                    "device %d worked %.2f s where %.2f s were planned; measure its profile on it "
+                    "with `anycostfl profile`",
+                    *(device, worked_s, planned_s),
+                )
 
     def end(self) -> None:
         """The round is over."""

@@ -72,7 +72,7 @@ class AnycostStrategy(Strategy):
         server.net.load(arrays.to_torch_state_dict())
         server.begin(number)
         self._chain.add(server.step, server.public)
-        ask = Ask(to_toml(self.config), number)
+        ask = Ask(to_toml(self.config), number, server.side.shared.scale)
         nodes = self._offers(grid, ask)
         seed, fleet = self.config.run.seed, self.config.fleet
         free = server.bench.free(nodes, number)

@@ -1,0 +1,76 @@
+"""Which key has which number in the fleet: the first that a device gives, for the life of a run.
+
+    flower/nodes.json    node of Flower → name of the key; written by `link`, who registers keys
+    devices.json         name of the key → number; kept by the server app
+
+Node ids are new whenever the SuperLink is, so it is the key's name that is bound. Without keys
+nobody can be told from anybody else, and nothing is bound.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from anycostfl.errors import AnycostError
+from anycostfl.records import write_whole
+
+NODES = "flower/nodes.json"
+DEVICES = "devices.json"
+
+
+class Stranger(AnycostError):  # noqa: N818 - reads as what happened
+    """A node whose key is not known yet; it may be in a moment."""
+
+
+class Taken(AnycostError):  # noqa: N818 - reads as what happened
+    """A number that is not this device's."""
+
+
+class Numbers:
+    """The numbers of a run's keys; without a folder, or without keys, anybody has any."""
+
+    def __init__(self, folder: Path | None = None) -> None:
+        self._folder = folder
+        self._bound: dict[str, int] = _read(folder / DEVICES) if folder else {}
+
+    def claim(self, node: int, device: int) -> None:
+        """Give a node the number that it wants, once and for all, or say why not."""
+        if self._folder is None or not (self._folder / NODES).exists():
+            return
+        name = _read(self._folder / NODES).get(str(node))
+        if name is None:
+            raise Stranger(f"the key of node {node} is not known")
+        if self._bound.get(name, device) != device:
+            raise Taken(f"key {name} is device {self._bound[name]} in this run, not {device}")
+        owner = {number: key for key, number in self._bound.items()}.get(device, name)
+        if owner != name:
+            raise Taken(f"device {device} is key {owner} in this run, not {name}")
+        if name not in self._bound:
+            self._bound[name] = device
+            _write(self._folder / DEVICES, self._bound)
+
+
+def note_nodes(folder: Path, nodes: Mapping[str, int] | None) -> None:
+    """Write down the node of every key; nothing without keys."""
+    if nodes is None:
+        (folder / NODES).unlink(missing_ok=True)
+    else:
+        _write(folder / NODES, {str(node): name for name, node in nodes.items()})
+
+
+def _read(path: Path) -> dict[str, Any]:
+    if not path.exists():
+        return {}
+    try:
+        return dict(json.loads(path.read_bytes()))
+    except (TypeError, ValueError) as error:
+        raise AnycostError(
+            f"{path} is damaged ({error}). Delete it, and the next numbers that devices give count"
+        ) from error
+
+
+def _write(path: Path, table: Mapping[str, Any]) -> None:
+    write_whole(path, (json.dumps(table, indent=1) + "\n").encode())
