@@ -99,6 +99,7 @@ def test_overrides_are_toml_values_and_bare_words() -> None:
         ("fleet.profiles=3", "a list of strings"),
         ("fleet.distance_mean_m=far", "given 'far' (str), allowed a number"),
         ("fleet.distance_std_m=500", "beside a mean"),
+        ("rates.stk=0.1", "rates.stk: no method 'stk'; there are anycostfl"),
     ],
 )
 def test_bad_override_says_what_is_allowed(change: str, told: str) -> None:

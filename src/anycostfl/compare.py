@@ -26,7 +26,7 @@ from anycostfl import methods
 from anycostfl.config import Config, parse_config, to_toml
 from anycostfl.errors import AnycostError
 from anycostfl.fleet import draw_cohort
-from anycostfl.records import CONFIG, RunWriter, read_journal
+from anycostfl.records import CONFIG, RunWriter, read_config, read_journal
 from anycostfl.rounds import charge
 from anycostfl.runs import Turns, keep, take_up
 from anycostfl.simulate import play
@@ -148,7 +148,7 @@ def _open(case: Case, home: Path, workers: int) -> tuple[list[RoundRecord], Turn
 
 def _check_same(case: Case, home: Path) -> None:
     """A run counts only as the experiment it began as, though perhaps with another end."""
-    before, now = parse_config((home / CONFIG).read_text(), str(home)), case.config
+    before, now = parse_config(read_config(home), str(home)), case.config
     ending = replace(
         before.run,
         rounds=now.run.rounds,

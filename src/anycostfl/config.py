@@ -138,6 +138,17 @@ class Config:
     rates: Mapping[str, float] = field(default_factory=dict)
     summary: str = ""
 
+    @staticmethod
+    def cross_check(values: Mapping[str, Any]) -> list[str]:
+        """Rates are those of methods that exist."""
+        problems = []
+        for name in values.get("rates") or {}:
+            try:
+                methods.load(name)
+            except UnknownName as error:
+                problems.append(f"rates.{name}: {error}")
+        return problems
+
     def limits_of(self, method: str) -> Limits:
         """The limits for a method: its rate, if the preset gives it one, and the codec."""
         caps = replace(self.limits, rate=self.rates.get(method, self.limits.rate))
