@@ -112,8 +112,13 @@ def test_your_own_arrays_are_checked(tmp_path: Path) -> None:
 def test_labels_are_whole_numbers(tmp_path: Path, labels: object, told: str) -> None:
     images = np.zeros((4, 5, 5), np.uint8)
     path = tmp_path / "mine.npz"
-    arrays = {"train_images": images, "test_images": images, "test_labels": np.arange(4)}
-    np.savez(path, train_labels=np.asarray(labels), **arrays)
+    np.savez(
+        path,
+        train_images=images,
+        train_labels=np.asarray(labels),
+        test_images=images,
+        test_labels=np.arange(4),
+    )
     with pytest.raises(ConfigError, match=told):
         data.load(str(path))
 

@@ -195,7 +195,7 @@ def _read_npz(path: Path) -> tuple[Part, Part]:
         raise DataMissing(f"there is no file {path}")
     names = ("train_images", "train_labels", "test_images", "test_labels")
     try:
-        with np.load(path, allow_pickle=False) as arrays:
+        with path.open("rb") as file, np.load(file, allow_pickle=False) as arrays:
             found = {name: arrays[name] for name in names if name in arrays}
     except (OSError, ValueError, TypeError, EOFError, BadZipFile, zlib.error) as error:
         why = f"not an .npz file ({error}); numpy.savez makes one of {', '.join(names)}"

@@ -33,13 +33,13 @@ def run(
     set_: Annotated[list[str] | None, typer.Option("--set", help="section.key=value")] = None,
     out_dir: Annotated[Path | None, typer.Option("--out", help="Run directory")] = None,
     resume: Annotated[Path | None, typer.Option(help="Go on with this run directory")] = None,
-    rounds: Annotated[
-        int | None, typer.Option(min=1, help="How many in all, else as the preset or the run says")
-    ] = None,
     workers: Annotated[int, typer.Option(help="Processes; 0 is one per core")] = 0,
     engine: Annotated[str, typer.Option(help="Where devices run: own, or flower (Ray)")] = "own",
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Only show what would happen")] = False,
     json: Annotated[bool, typer.Option("--json", help="One JSON document at the end")] = False,
+    rounds: Annotated[
+        int | None, typer.Option(min=1, help="How many in all, else as the preset or the run says")
+    ] = None,
 ) -> None:
     """Train a simulated fleet and show what it cost. Ctrl-C stops it cleanly; --resume goes on."""
     processes = check_workers(workers)
