@@ -106,12 +106,40 @@ def test_mistakes_end_with_one_message_and_code_two(tmp_path: Path) -> None:
         (["demo", "--set", "fleet.cohort=99"], "at most devices"),
         (["--resume", "nowhere"], "holds no run"),
         (["--resume", "nowhere", "--set", "a.b=1"], "takes the run as it is"),
+        (["demo", "--resume", "nowhere"], "no preset"),
         (["--workers", "-1"], "0 (one per core)"),
+        (["none.toml"], "there is no file none.toml"),
     ):
         done = call("run", *arguments, cwd=tmp_path)
         assert done.returncode == 2, (arguments, done.stderr)
         assert message in " ".join(done.stderr.split()), done.stderr
         assert "Traceback" not in done.stderr
+
+
+def test_a_start_that_fails_leaves_nothing_in_the_way(tmp_path: Path) -> None:
+    (tmp_path / "bad.npz").write_text("not a zip")
+    bad = ["--set", "data.name=bad.npz", "--out", "x"]
+    for arguments in (["run", *bad], ["run", *bad, "--dry-run"], ["compare", "demo", *bad]):
+        failed = call(*arguments, cwd=tmp_path)
+        assert failed.returncode == 2, failed.stderr
+        assert "not an .npz file" in failed.stderr
+        assert not list((tmp_path / "x").glob("**/config.toml"))
+    small = sets(tmp_path, "run.rounds=1")
+    done = call("run", *small, "--out", "x", "--workers", "1", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+
+
+def test_a_finished_run_goes_on_to_more_rounds(tmp_path: Path) -> None:
+    one = ["--workers", "1", "--json"]
+    call("run", *sets(tmp_path), "--rounds", "2", "--out", "short", *one, cwd=tmp_path)
+    fewer = call("run", "--resume", "short", "--rounds", "1", cwd=tmp_path)
+    assert fewer.returncode == 2
+    assert "allowed 2 or more" in fewer.stderr
+    done = call("run", "--resume", "short", "--rounds", "3", *one, cwd=tmp_path)
+    assert json.loads(done.stdout)["rounds"] == 3, done.stderr
+    call("run", *sets(tmp_path), "--rounds", "3", "--out", "long", *one, cwd=tmp_path)
+    for name in ("rounds.jsonl", "config.toml"):
+        assert (tmp_path / "short" / name).read_text() == (tmp_path / "long" / name).read_text()
 
 
 def test_data_shows_who_holds_what(tmp_path: Path) -> None:

@@ -94,11 +94,12 @@ def test_overrides_are_toml_values_and_bare_words() -> None:
         ("fleet.cohrt=3", "did you mean cohort"),
         ("fleet.cohort=61", "at most devices (60)"),
         ("fleet.bandwidth_shared=1", "true or false"),
-        ("summary.x=1", "not a section"),
+        ("summary.x=1", "allowed a string"),
         ("fleet=3", "a section"),
         ("fleet.profiles=3", "a list of strings"),
         ("fleet.distance_mean_m=far", "given 'far' (str), allowed a number"),
         ("fleet.distance_std_m=500", "beside a mean"),
+        ("rates.stk=0.1", "rates.stk: no method 'stk'; there are anycostfl"),
     ],
 )
 def test_bad_override_says_what_is_allowed(change: str, told: str) -> None:
@@ -172,3 +173,37 @@ def test_an_unknown_base_is_named(tmp_path: Path) -> None:
     file.write_text('base = "fmnist-id"\n')
     with pytest.raises(UnknownName, match="no preset 'fmnist-id'; did you mean 'fmnist-iid'"):
         config.load_preset(str(file))
+
+
+@pytest.mark.parametrize("name", ["cnn", "vgg9"])
+def test_another_model_brings_its_own_workload(name: str) -> None:
+    theirs = {"cnn": "fmnist-iid", "vgg9": "cifar10-iid"}
+    preset = next(p for model, p in theirs.items() if model != name)
+    changed = config.load_preset(preset, [f"model.name={name}"])
+    assert changed.workload == config.load_preset(theirs[name]).workload
+    assert changed.summary == ""
+    asked = config.load_preset(preset, [f"model.name={name}", "workload.size_bits=1000"])
+    assert asked.workload == replace(changed.workload, size_bits=1000.0)
+
+
+def test_other_data_do_not_keep_the_title() -> None:
+    assert config.load_preset("demo", ["data.partition=iid"]).summary
+    assert not config.load_preset("demo", ["data.name=fashion-mnist"]).summary
+    assert config.load_preset("demo", ["data.name=x.npz", "summary=mine"]).summary == "mine"
+
+
+def test_a_base_may_have_a_base_beside_it(tmp_path: Path) -> None:
+    (tmp_path / "a.toml").write_text('base = "b.toml"\n[run]\nseed = 5\n')
+    (tmp_path / "b.toml").write_text('base = "fmnist-noniid"\n[run]\nrounds = 7\n')
+    mine, base = config.load_preset(str(tmp_path / "a.toml")), config.load_preset("fmnist-noniid")
+    assert mine == replace(base, run=replace(base.run, seed=5, rounds=7))
+
+
+def test_bases_in_a_circle_and_missing_files_are_named(tmp_path: Path) -> None:
+    (tmp_path / "a.toml").write_text('base = "b.toml"\n')
+    (tmp_path / "b.toml").write_text('base = "a.toml"\n')
+    with pytest.raises(ConfigError, match="goes round in a circle"):
+        config.load_preset(str(tmp_path / "a.toml"))
+    (tmp_path / "b.toml").unlink()
+    with pytest.raises(UnknownName, match=r"there is no file .*b\.toml"):
+        config.load_preset(str(tmp_path / "a.toml"))

@@ -101,6 +101,39 @@ def test_your_own_arrays_are_checked(tmp_path: Path) -> None:
         data.load(str(path))
 
 
+@pytest.mark.parametrize(
+    ("labels", "told"),
+    [
+        (np.array([0, -1, 2, 3]), "given int64 from -1 on, allowed whole numbers"),
+        (np.array([0.0, 0.5, 2, 3]), "given float64"),
+        (np.zeros((4, 1), int), "allowed one label for each image"),
+    ],
+)
+def test_labels_are_whole_numbers(tmp_path: Path, labels: object, told: str) -> None:
+    images = np.zeros((4, 5, 5), np.uint8)
+    path = tmp_path / "mine.npz"
+    np.savez(
+        path,
+        train_images=images,
+        train_labels=np.asarray(labels),
+        test_images=images,
+        test_labels=np.arange(4),
+    )
+    with pytest.raises(ConfigError, match=told):
+        data.load(str(path))
+
+
+def test_a_file_that_is_no_npz_says_so(tmp_path: Path) -> None:
+    path = tmp_path / "mine.npz"
+    np.savez(path, train_images=np.zeros(9))
+    cut = path.read_bytes()[:50]
+    np.save(tmp_path / "one.npy", np.zeros(3))
+    for content in (b"", b"words", cut, (tmp_path / "one.npy").read_bytes()):
+        path.write_bytes(content)
+        with pytest.raises(ConfigError, match=r"not an \.npz file"):
+            data.load(str(path))
+
+
 def test_what_is_missing_says_how_to_get_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -6,6 +6,7 @@ import importlib
 import re
 from functools import reduce
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -67,7 +68,11 @@ def test_the_readmes_python_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 
     monkeypatch.chdir(tmp_path)
     module = models.load("resnet18").build()
-    names = {"module": module, "my_training": my_training, "small": small_overrides(tmp_path)}
+    names: dict[str, Any] = {
+        "module": module,
+        "my_training": my_training,
+        "small": small_overrides(tmp_path),
+    }
     net = ElasticModel(module, torch.randn(2, 3, 32, 32))
     save_elastic(net, tmp_path / "all.safetensors", model="resnet18")
     blocks = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.S)

@@ -177,4 +177,4 @@ def test_a_device_remembers_channels_where_they_were_at_first(tmp_path: Path) ->
     assert plain is not None
     assert moved is not None
     # Places cost other bits in another order, so that a few elements more or less are sent.
-    assert norm(added(moved, plain, -1.0)) < 0.2 * norm(plain)
+    assert norm(added(dict(moved), dict(plain), -1.0)) < 0.2 * norm(dict(plain))

@@ -26,9 +26,9 @@ from anycostfl import methods
 from anycostfl.config import Config, parse_config, to_toml
 from anycostfl.errors import AnycostError
 from anycostfl.fleet import draw_cohort
-from anycostfl.records import CONFIG, RunWriter, read_journal
+from anycostfl.records import CONFIG, RunWriter, read_config, read_journal
 from anycostfl.rounds import charge
-from anycostfl.runs import Snapshot, keep, take_up
+from anycostfl.runs import Turns, keep, take_up
 from anycostfl.simulate import play
 from anycostfl.types import RoundRecord
 
@@ -88,8 +88,7 @@ class Series:
             done, _ = read_journal(home, growing=not self.play)
         if not self.play or enough(done) or len(done) >= case.config.run.rounds:
             return done
-        records, start, writer = _open(case, home)
-        turns = keep(play(case.config, workers=self.workers, start=start), case.config, writer)
+        records, turns = _open(case, home, self.workers)
         try:
             for turn in turns:
                 records.append(turn.record)
@@ -135,18 +134,21 @@ def _evaluated(config: Config, rounds: float) -> int:
     return min(every * math.ceil(rounds / every), config.run.rounds)
 
 
-def _open(case: Case, home: Path) -> tuple[list[RoundRecord], Snapshot | None, RunWriter]:
-    text = to_toml(case.config)
+def _open(case: Case, home: Path, workers: int) -> tuple[list[RoundRecord], Turns]:
+    """The rounds played so far, and those to come; a start that fails leaves nothing behind."""
+    config, text = case.config, to_toml(case.config)
     if not (home / CONFIG).exists():
-        return [], None, RunWriter.create(home, text)
+        turns = play(config, workers=workers)
+        return [], keep(turns, config, RunWriter.create(home, text))
     before = take_up(home)
+    turns = play(config, workers=workers, start=before.start)
     before.writer.reconfigure(text)
-    return before.records, before.start, before.writer
+    return before.records, keep(turns, config, before.writer)
 
 
 def _check_same(case: Case, home: Path) -> None:
     """A run counts only as the experiment it began as, though perhaps with another end."""
-    before, now = parse_config((home / CONFIG).read_text(), str(home)), case.config
+    before, now = parse_config(read_config(home), str(home)), case.config
     ending = replace(
         before.run,
         rounds=now.run.rounds,

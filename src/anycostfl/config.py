@@ -26,6 +26,7 @@ from anycostfl.checks import Count, Interval, OneOf, Positive, check_fields, rul
 from anycostfl.codec import CODECS
 from anycostfl.errors import ConfigError, UnknownName
 from anycostfl.gate import Gate
+from anycostfl.shrink import ElasticModel
 from anycostfl.types import Caps, FleetSpec, Limits, Profile, Workload
 
 Record = TypeVar("Record")
@@ -137,6 +138,17 @@ class Config:
     rates: Mapping[str, float] = field(default_factory=dict)
     summary: str = ""
 
+    @staticmethod
+    def cross_check(values: Mapping[str, Any]) -> list[str]:
+        """Rates are those of methods that exist."""
+        problems = []
+        for name in values.get("rates") or {}:
+            try:
+                methods.load(name)
+            except UnknownName as error:
+                problems.append(f"rates.{name}: {error}")
+        return problems
+
     def limits_of(self, method: str) -> Limits:
         """The limits for a method: its rate, if the preset gives it one, and the codec."""
         caps = replace(self.limits, rate=self.rates.get(method, self.limits.rate))
@@ -156,13 +168,13 @@ def profile_names() -> list[str]:
 def load_preset(name: str, overrides: Sequence[str] = ()) -> Config:
     """Read a preset by its name, or any file that ends in .toml; overrides are `a.b=value`.
 
-    A preset with a `base` says only what differs from that preset.
+    A preset with a `base` says only what differs from that preset. A workload that is left out is
+    the model's own.
     """
-    table = tomllib_load(_find("presets", name, "preset"), name)
-    if "base" in table:
-        base = str(table.pop("base"))
-        table = _laid_over(tomllib_load(_find("presets", base, "preset"), base), table)
-    problems = [text for item in overrides if (text := _override(table, item))]
+    changes: dict[str, Any] = {}
+    problems = [text for item in overrides if (text := _override(changes, item))]
+    table = _instead(_read_preset(name), changes)
+    _fill_workload(table)
     return _checked(Config, table, name, problems)
 
 
@@ -222,13 +234,58 @@ def _names(folder: str) -> list[str]:
 def _find(folder: str, name: str, what: str) -> Traversable:
     if name in _names(folder):
         return resources.files("anycostfl").joinpath(folder, f"{name}.toml")
-    path = Path(name)
-    if path.suffix == ".toml" and path.is_file():
-        return path
+    if name.endswith(".toml"):
+        if not Path(name).is_file():
+            raise UnknownName(f"there is no file {name}")
+        return Path(name)
     known = ", ".join(_names(folder))
     close = difflib.get_close_matches(name, _names(folder), n=1)
     hint = f"did you mean {close[0]!r}? " if close else ""
     raise UnknownName(f"no {what} {name!r}; {hint}there are {known}, or give a .toml file")
+
+
+def _read_preset(name: str, above: tuple[str, ...] = ()) -> dict[str, Any]:
+    """The table of a preset, laid over that of its base; a .toml base lies beside the file."""
+    if name in above:
+        raise ConfigError([f"base: {' → '.join((*above, name))} goes round in a circle"], above[0])
+    table = tomllib_load(_find("presets", name, "preset"), name)
+    if "base" not in table:
+        return table
+    base = str(table.pop("base"))
+    if base.endswith(".toml"):
+        base = str((Path(name).parent / base).resolve())
+    return _instead(_read_preset(base, (*above, name)), table)
+
+
+def _instead(below: dict[str, Any], above: Mapping[str, Any]) -> dict[str, Any]:
+    """One table laid over another, without what holds only for the model or data below."""
+    merged = _laid_over(below, above)
+    other_model = _name_in(merged, "model") != _name_in(below, "model")
+    if other_model or _name_in(merged, "data") != _name_in(below, "data"):
+        merged["summary"] = above.get("summary", "")
+    if other_model and isinstance(workload := merged.get("workload"), dict):
+        given = above.get("workload", {})
+        for key in ("flops_per_sample", "size_bits"):
+            if key not in given:
+                workload.pop(key, None)
+    return merged
+
+
+def _name_in(table: Mapping[str, Any], section: str) -> object:
+    inner = table.get(section)
+    return inner.get("name") if isinstance(inner, dict) else None
+
+
+def _fill_workload(table: dict[str, Any]) -> None:
+    """What a preset leaves out of W and S, measured on the model."""
+    workload, name = table.setdefault("workload", {}), _name_in(table, "model")
+    if not isinstance(workload, dict) or name not in models.names():
+        return
+    if not {"flops_per_sample", "size_bits"} <= workload.keys():
+        spec = models.load(str(name))
+        net = ElasticModel(spec.build(), spec.example(2))
+        workload.setdefault("flops_per_sample", net.training_flops)
+        workload.setdefault("size_bits", net.size_bits)
 
 
 def _laid_over(below: dict[str, Any], above: Mapping[str, Any]) -> dict[str, Any]:

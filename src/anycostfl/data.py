@@ -13,11 +13,13 @@ import io
 import math
 import os
 import struct
+import zlib
 from collections.abc import Callable
 from dataclasses import dataclass
 from importlib import resources
 from importlib.resources.abc import Traversable
 from pathlib import Path
+from zipfile import BadZipFile
 
 import numpy as np
 import numpy.typing as npt
@@ -209,18 +211,30 @@ def _read_npz(path: Path, *, tests: bool = True) -> tuple[Part, Part]:
     if not path.is_file():
         raise DataMissing(f"there is no file {path}")
     names = ("train_images", "train_labels", "test_images", "test_labels")
-    with np.load(path, allow_pickle=False) as arrays:
-        if missing := [name for name in names[: 4 if tests else 2] if name not in arrays]:
-            raise ConfigError([f"{name}: missing" for name in missing], str(path))
-        a, b = (arrays[name] for name in names[:2])
-        c, d = (arrays[name] for name in names[2:]) if tests else (a[:0], b[:0])
+    try:
+        with path.open("rb") as file, np.load(file, allow_pickle=False) as arrays:
+            found = {name: arrays[name] for name in names if name in arrays}
+    except (OSError, ValueError, TypeError, EOFError, BadZipFile, zlib.error) as error:
+        why = f"not an .npz file ({error}); numpy.savez makes one of {', '.join(names)}"
+        raise ConfigError([why], str(path)) from error
+    if missing := [name for name in names[: 4 if tests else 2] if name not in found]:
+        raise ConfigError([f"{name}: missing" for name in missing], str(path))
+    a, b = (found[name] for name in names[:2])
+    c, d = (found[name] for name in names[2:]) if tests else (a[:0], b[:0])
     problems = [
         f"{name}: given shape {x.shape}, allowed (sample, height, width[, colour])"
         for name, x in zip(names[::2], (a, c), strict=True)
         if x.ndim not in (3, 4)
     ]
     problems += [
-        f"{len(x)} images but {len(y)} labels" for x, y in ((a, b), (c, d)) if len(x) != len(y)
+        f"{name}: given {len(x)} images but {y.size} labels, allowed one label for each image"
+        for name, x, y in ((names[1], a, b), (names[3], c, d))
+        if not len(x) or y.shape != (len(x),)
+    ]
+    problems += [
+        f"{name}: given {y.dtype} from {y.min()} on, allowed whole numbers from 0 on"
+        for name, y in ((names[1], b), (names[3], d))
+        if y.size and (y.dtype.kind not in "iu" or y.min() < 0)
     ]
     if problems:
         raise ConfigError(problems, str(path))

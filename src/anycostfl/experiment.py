@@ -13,6 +13,7 @@ import torch
 from anycostfl import data, models
 from anycostfl.config import Config
 from anycostfl.coupling import tensors_of
+from anycostfl.errors import ConfigError
 from anycostfl.train import TrainOptions, bf16_pays
 from anycostfl.types import Scale
 from anycostfl.workers import DeviceSide, Shared
@@ -26,6 +27,10 @@ def settle(config: Config) -> Config:
     device, precision = given.device, given.precision
     if device == "auto":
         device = "cuda" if torch.cuda.is_available() else "cpu"
+    if device == "cuda" and not torch.cuda.is_available():
+        raise ConfigError(
+            ["training.device: given cuda, which this machine lacks; allowed here cpu, auto"]
+        )
     if precision == "auto":
         precision = "bf16" if device == "cpu" and bf16_pays() else "fp32"
     return replace(config, training=replace(given, device=device, precision=precision))
@@ -57,7 +62,7 @@ def prepare(config: Config, scale: Scale | None = None, *, whole: bool = False) 
     with torch.random.fork_rng():
         torch.manual_seed(config.run.seed)
         module = models.load(config.model.name).build()
-    return DeviceSide(
+    side = DeviceSide(
         Shared(
             model=config.model.name,
             widths=config.model.widths,
@@ -73,6 +78,19 @@ def prepare(config: Config, scale: Scale | None = None, *, whole: bool = False) 
             scale=Scale(dataset.mean, dataset.std),
         )
     )
+    _check_classes(side, dataset)
+    return side
+
+
+def _check_classes(side: DeviceSide, dataset: data.Dataset) -> None:
+    """Every label must be one of the model's outputs."""
+    with torch.inference_mode():
+        outputs = side.net.shrink(1.0).module.eval()(dataset.train_images[:2]).shape[-1]
+    if dataset.classes > outputs:
+        raise ConfigError(
+            [f"data.name: {dataset.name} has labels up to {dataset.classes - 1}, but model "
+             f"{side.shared.model} has {outputs} outputs; allowed labels 0 to {outputs - 1}"]
+        )  # fmt: skip
 
 
 def train_options(config: Config) -> TrainOptions:

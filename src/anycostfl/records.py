@@ -181,7 +181,15 @@ def read_run(folder: Path) -> SavedRun:
             break
         remarks.append(f"{path.name} is ahead of the journal and was passed over")
         checkpoint = None
-    return SavedRun((folder / CONFIG).read_text(), records, checkpoint, tuple(remarks))
+    return SavedRun(read_config(folder), records, checkpoint, tuple(remarks))
+
+
+def read_config(folder: Path) -> str:
+    """What was asked of a run, as TOML text."""
+    try:
+        return (folder / CONFIG).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise StorageError(f"cannot read {folder / CONFIG}: {error}") from error
 
 
 def read_journal(

@@ -28,13 +28,16 @@ def run(config: Config, *, workers: int = 1) -> Iterator[RoundRecord]:
 
 
 def play(config: Config, *, workers: int = 1, start: Snapshot | None = None) -> Turns:
-    """The training procedure of the paper, round after round."""
-    server = Server(config, start)
-    side = server.side
+    """The training procedure of the paper; data and model are loaded at once, before any round."""
+    return _play(Server(config, start), workers, dict(start.memories) if start else {})
+
+
+def _play(server: Server, workers: int, memories: dict[int, State]) -> Turns:
+    """Round after round."""
+    config, side = server.config, server.side
     profiles = {name: load_profile(name) for name in config.fleet.profiles}
     everyone = range(config.fleet.devices)
     liars = attacks.liars(config.attack, config.fleet.devices, config.run.seed)
-    memories: dict[int, State] = dict(start.memories) if start else {}
 
     with one_thread(), open_executor(side, workers) as executor:
         for number in range(server.first, config.run.rounds):

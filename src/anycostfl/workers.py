@@ -302,10 +302,15 @@ class Pool:
         return result
 
     def _died(self, pipe: Connection) -> WorkerDied:
-        return WorkerDied(
-            f"a worker process died (exit code {self._pipes[pipe].exitcode}), perhaps for lack of "
-            "memory. Go on with --resume, perhaps with fewer --workers"
+        process = self._pipes[pipe]
+        process.join(1.0)
+        why = (
+            'while it started: does the script lack `if __name__ == "__main__":` around what it '
+            "runs? Or use one worker"
+            if process.exitcode == 1
+            else "perhaps for lack of memory. Go on with --resume, perhaps with fewer --workers"
         )
+        return WorkerDied(f"a worker process died (exit code {process.exitcode}), {why}")
 
 
 def _serve(pipe: Connection, shared: Shared) -> None:

@@ -10,10 +10,12 @@ import importlib
 import pkgutil
 import signal
 import sys
+from typing import Annotated
 
 import typer
 
-from anycostfl.cli._console import fail
+from anycostfl import __version__
+from anycostfl.cli._console import fail, out
 from anycostfl.errors import AnycostError
 
 
@@ -35,7 +37,18 @@ def build_app() -> typer.Typer:
     return app
 
 
-def _root() -> None:
+def _show_version(asked: bool) -> None:
+    if asked:
+        out.print(__version__)
+        raise typer.Exit
+
+
+def _root(
+    _version: Annotated[
+        bool,
+        typer.Option("--version", callback=_show_version, is_eager=True, help="Show the version"),
+    ] = False,
+) -> None:
     """Keep sub-commands even while there is only one."""
 
 
@@ -47,3 +60,5 @@ def main() -> None:
     except AnycostError as error:
         fail(error)
         sys.exit(2)
+    except KeyboardInterrupt:
+        sys.exit(130)

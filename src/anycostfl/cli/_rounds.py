@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -12,7 +13,7 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
 from anycostfl.cli._console import emit_json, err, out, table
 from anycostfl.config import Config
-from anycostfl.errors import MissingExtra
+from anycostfl.errors import ConfigError, MissingExtra
 from anycostfl.records import PAGE, totals
 from anycostfl.report import draw_curves, summarise, write_page
 from anycostfl.types import RoundRecord
@@ -93,12 +94,26 @@ def conclude(
     """Write the page and the figure, and show what the rounds came to."""
     summary = summarise(config.run.method, config.run.target_accuracy, records)
     _write_views(config, folder, records)
+    if why := nothing_learnt(records):
+        err.print(f"[yellow]note:[/] {escape(why)}")
     if json:
         emit_json({"folder": str(folder), "stopped": stopped, **summary})
         return
     rows = [(key.replace("_", " "), shown(value)) for key, value in summary.items()]
     out.print(table(f"{config.summary or folder.name}: {len(records)} rounds", ("", ">"), rows))
     out.print(f"Everything is in {folder}; to look at it, open {folder / PAGE}")
+
+
+def nothing_learnt(records: Sequence[RoundRecord]) -> str:
+    """Why the model is as it was at first, if no update ever counted."""
+    reasons = Counter(d.status for record in records for d in record.devices)
+    if not reasons or reasons["ok"]:
+        return ""
+    (reason, times), drawn = reasons.most_common(1)[0], reasons.total()
+    return (
+        f"nothing was learnt: of {drawn} devices drawn, none took part to the end; most often "
+        f"({times} times) {reason}"
+    )
 
 
 def _write_views(
@@ -110,7 +125,7 @@ def _write_views(
         with suppress(MissingExtra):
             if curves:
                 draw_curves({config.run.method: records}, folder / "curves.png")
-    except OSError as error:
+    except (OSError, ConfigError) as error:
         err.print(f"[yellow]note:[/] {escape(str(error))}")
 
 

@@ -11,7 +11,7 @@ from typing import Annotated
 
 import typer
 
-from anycostfl.cli._console import out, table
+from anycostfl.cli._console import err, out, table
 from anycostfl.compare import CannotCompare, Case, Records, only_one
 from anycostfl.config import Config, load_preset
 from anycostfl.errors import ConfigError
@@ -80,7 +80,7 @@ def working_on(folder: Path, *, only_show: bool) -> Iterator[None]:
         with nullcontext() if only_show else only_one(folder):
             yield
     except KeyboardInterrupt:
-        out.print("Stopped. The same command goes on.")
+        err.print("Stopped. The same command goes on.")
         raise typer.Exit(130) from None
 
 
@@ -96,7 +96,7 @@ def go_on_alone(folder: Path) -> None:
             stdin=subprocess.DEVNULL,
             start_new_session=True,
         )
-    out.print(f"Process {process.pid} goes on alone; its words are in {folder / 'log.txt'}")
+    err.print(f"Process {process.pid} goes on alone; its words are in {folder / 'log.txt'}")
 
 
 def show(title: str, header: Sequence[str], cells: Sequence[Sequence[str]]) -> None:

@@ -51,7 +51,8 @@ def codec(
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of tables.")] = False,
 ) -> None:
     """Compress one update, decode it, and show size, error, time and where the bytes went."""
-    update, blocks = _load(file), _blocks(block or [])
+    update = _load(file)
+    blocks = _blocks(block or [], update)
     result = measure(update, beta, name, seed, blocks)
     least = 26 / (4 * result.elements)  # below, a rate does not buy an empty payload
     curve = [measure(update, 1 / n, name, seed, blocks) for n in SWEEP if sweep and 1 / n > least]
@@ -124,12 +125,16 @@ def _load(file: Path) -> dict[str, Tensor]:
         raise UpdateError(f"{file} is not a safetensors file: {error}") from error
 
 
-def _blocks(options: list[str]) -> dict[str, int]:
+def _blocks(options: list[str], update: dict[str, Tensor]) -> dict[str, int]:
     blocks = {}
     for option in options:
         name, _, count = option.rpartition("=")
         if not name or not count.isdigit():
             raise UpdateError(f"--block {option!r} is not NAME=N, as in fc1.weight=49")
+        if name not in update:
+            raise UpdateError(
+                f"--block {option!r}: there is no {name}; there are {', '.join(update)}"
+            )
         blocks[name] = int(count)
     return blocks
 

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from anycostfl import models
 from anycostfl.cli._console import emit_json, out, table
 from anycostfl.coupling import Group
-from anycostfl.errors import UnknownName
+from anycostfl.errors import ConfigError, UnknownName
 from anycostfl.shrink import ElasticModel, SubModel
 from anycostfl.shrink.widths import regions, take
 
@@ -28,7 +28,7 @@ def inspect(
         ),
     ],
     alpha: Annotated[float, typer.Option(help="Shrinking factor, above 0 and at most 1")] = 0.25,
-    rule: Annotated[str, typer.Option(help="Widths: sqrt (the paper) or fast (hardware)")] = "sqrt",
+    rule: Annotated[str, typer.Option(help="Widths: sqrt (the paper), fast, even")] = "sqrt",
     shape: Annotated[
         str, typer.Option("--input", help="Shape of one sample, for your own model: 3,32,32")
     ] = "",
@@ -47,14 +47,19 @@ def inspect(
 def _load(model: str, shape: str) -> tuple[nn.Module, Tensor]:
     """A model of ours by name, or anybody's as package.module:callable."""
     if ":" not in model:
+        if shape:
+            raise ConfigError([f"--input: given {shape}, but {model} brings its own shape"])
         spec = models.load(model)
         return spec.build(), spec.example(2)
     path, _, name = model.partition(":")
     sys.path.insert(0, os.getcwd())
     try:
         module = getattr(importlib.import_module(path), name)()
-    except (ImportError, AttributeError) as error:
-        raise UnknownName(f"cannot load {model!r}: {error}") from error
+    except Exception as error:
+        raise UnknownName(
+            f"cannot load {model!r}: {type(error).__name__}: {error}. Give package.module:make, "
+            "where make() needs no arguments and returns an nn.Module"
+        ) from error
     if not isinstance(module, nn.Module):
         raise UnknownName(f"{model!r} returns {type(module).__name__}, not an nn.Module")
     try:

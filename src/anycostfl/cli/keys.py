@@ -9,6 +9,7 @@ import typer
 
 from anycostfl.cli._console import emit_json, out, table
 from anycostfl.cli._flower import need_flower
+from anycostfl.errors import ConfigError
 
 
 def keys(
@@ -27,7 +28,10 @@ def keys(
     need_flower()
     from anycostfl.flower.keys import ALWAYS, KeyFolder, make_keys, names_of  # noqa: PLC0415 - optional
 
-    made = make_keys(folder, host or [], devices or [])
+    try:
+        made = make_keys(folder, host or [], devices or [])
+    except OSError as error:
+        raise ConfigError([f"--out: given {folder}, but {error}"]) from error
     known = KeyFolder(folder)
     if json:
         emit_json(

@@ -56,4 +56,6 @@ def report(
 def _cell(value: object, factor: float) -> str:
     if isinstance(value, float):
         return f"{factor * value:.4g}"
+    if isinstance(value, dict):
+        value = ", ".join(f"{cause} {times}" for cause, times in value.items())
     return "–" if value in (None, "") else str(value)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import sys
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated
 
@@ -16,16 +17,19 @@ from anycostfl.cli._console import emit_json, err, out, table
 from anycostfl.cli._flower import find_engine
 from anycostfl.cli._rounds import conclude, follow, free_folder, shown
 from anycostfl.config import Config, load_preset, to_toml
+from anycostfl.data import DataMissing
 from anycostfl.errors import ConfigError
-from anycostfl.experiment import settle
+from anycostfl.experiment import prepare, settle
 from anycostfl.fleet import draw_cohort
 from anycostfl.records import RunWriter
-from anycostfl.runs import Snapshot, check_engine, keep, take_up
+from anycostfl.runs import Stopped, Turns, check_engine, keep, take_up
 from anycostfl.types import RoundRecord
 
 
 def run(
-    preset: Annotated[str, typer.Argument(help="A preset, or a .toml file")] = "demo",
+    preset: Annotated[
+        str | None, typer.Argument(help="A preset, or a .toml file; demo if none is given")
+    ] = None,
     set_: Annotated[list[str] | None, typer.Option("--set", help="section.key=value")] = None,
     out_dir: Annotated[Path | None, typer.Option("--out", help="Run directory")] = None,
     resume: Annotated[Path | None, typer.Option(help="Go on with this run directory")] = None,
@@ -33,28 +37,38 @@ def run(
     engine: Annotated[str, typer.Option(help="Where devices run: own, or flower (Ray)")] = "own",
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Only show what would happen")] = False,
     json: Annotated[bool, typer.Option("--json", help="One JSON document at the end")] = False,
+    rounds: Annotated[
+        int | None, typer.Option(min=1, help="How many in all, else as the preset or the run says")
+    ] = None,
 ) -> None:
     """Train a simulated fleet and show what it cost. Ctrl-C stops it cleanly; --resume goes on."""
     processes = check_workers(workers)
-    find_engine(engine)
+    play = find_engine(engine)
     if resume is not None:
-        if set_ or out_dir or dry_run:
-            raise ConfigError(["--resume takes the run as it is: no --set, --out or --dry-run"])
-        before = take_up(resume)
+        if preset or set_ or out_dir or dry_run:
+            raise ConfigError(
+                ["--resume takes the run as it is: no preset, --set, --out or --dry-run"]
+            )
+        before = _longer(take_up(resume), rounds)
         check_engine(before, simulated=engine == "own")
         for remark in before.remarks:
             err.print(f"[yellow]note:[/] {escape(remark)}")
-        config, writer = before.config, before.writer
-        records, start = before.records, before.start
+        config, writer, records = before.config, before.writer, before.records
+        turns = play(config, workers=processes, start=before.start)
+        if rounds is not None:
+            writer.reconfigure(to_toml(config))
     else:
-        config = settle(load_preset(preset, set_ or []))
+        name = preset or "demo"
+        changes = [f"run.rounds={rounds}"] if rounds is not None else []
+        config = settle(load_preset(name, [*(set_ or []), *changes]))
         methods.load(config.run.method)
         if dry_run:
             _show_plan(config, json=json)
             return
-        writer = RunWriter.create(out_dir or free_folder(Path(preset).stem), to_toml(config))
-        records, start = [], None
-    stopped = _train(config, writer, records, start, processes, engine=engine, quiet=json)
+        turns = play(config, workers=processes)  # first: a start that fails leaves no folder behind
+        writer = RunWriter.create(out_dir or free_folder(Path(name).stem), to_toml(config))
+        records = []
+    stopped = _train(keep(turns, config, writer), records, config, writer.folder, quiet=json)
     conclude(config, writer.folder, records, stopped=stopped, json=json)
     if stopped:
         if not json:
@@ -70,21 +84,23 @@ def check_workers(workers: int) -> int:
     return workers or len(os.sched_getaffinity(0))
 
 
+def _longer(before: Stopped, rounds: int | None) -> Stopped:
+    """The run as it is to go on: up to so many rounds, if that is said."""
+    if rounds is None:
+        return before
+    if rounds < len(before.records):
+        raise ConfigError([f"--rounds: given {rounds}, allowed {len(before.records)} or more"])
+    run = replace(before.config.run, rounds=rounds)
+    return replace(before, config=replace(before.config, run=run))
+
+
 def _train(
-    config: Config,
-    writer: RunWriter,
-    records: list[RoundRecord],
-    start: Snapshot | None,
-    workers: int,
-    *,
-    engine: str,
-    quiet: bool,
+    turns: Turns, records: list[RoundRecord], config: Config, folder: Path, *, quiet: bool
 ) -> bool:
     """Play the rounds into the run directory; True if Ctrl-C stopped it."""
-    turns = keep(find_engine(engine)(config, workers=workers, start=start), config, writer)
     rounds = (turn.record for turn in turns)
     try:
-        follow(rounds, records, config, writer.folder, quiet=quiet)
+        follow(rounds, records, config, folder, quiet=quiet)
     except KeyboardInterrupt:
         with suppress(KeyboardInterrupt):
             turns.close()
@@ -93,7 +109,11 @@ def _train(
 
 
 def _show_plan(config: Config, *, json: bool) -> None:
-    """What a run would cost, from the planner alone."""
+    """What a run would cost, from the planner alone; whether it could start, from a try."""
+    try:
+        prepare(config)
+    except DataMissing as error:
+        err.print(f"[yellow]note:[/] {escape(str(error))}")
     method, seed = methods.load(config.run.method), config.run.seed
     latency, energy, able = [], [], 0
     for number in range(min(20, config.run.rounds)):

@@ -11,12 +11,12 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich.markup import escape
 
-from anycostfl import methods
 from anycostfl.cli._console import err, out, table
 from anycostfl.cli._flower import hush_flower, need_flower
 from anycostfl.cli._rounds import conclude, follow, free_folder
 from anycostfl.config import Config, load_preset, to_toml
 from anycostfl.errors import ConfigError
+from anycostfl.experiment import prepare
 from anycostfl.records import RunWriter
 from anycostfl.runs import take_up
 from anycostfl.types import RoundRecord
@@ -26,7 +26,9 @@ if TYPE_CHECKING:
 
 
 def serve(
-    preset: Annotated[str, typer.Argument(help="A preset, or a .toml file")] = "demo",
+    preset: Annotated[
+        str | None, typer.Argument(help="A preset, or a .toml file; demo if none is given")
+    ] = None,
     set_: Annotated[list[str] | None, typer.Option("--set", help="section.key=value")] = None,
     out_dir: Annotated[Path | None, typer.Option("--out", help="Run directory")] = None,
     resume: Annotated[Path | None, typer.Option(help="Go on with this run directory")] = None,
@@ -48,7 +50,7 @@ def serve(
     need_flower()
     hush_flower()
     from anycostfl.flower.keys import KeyFolder  # noqa: PLC0415 - optional
-    from anycostfl.flower.link import Serving, open_link  # noqa: PLC0415
+    from anycostfl.flower.link import Serving, check_port, open_link  # noqa: PLC0415
     from anycostfl.flower.roster import Terms  # noqa: PLC0415
 
     folder = KeyFolder(keys)
@@ -57,19 +59,21 @@ def serve(
             [f"--keys: there is no {folder.certificate}. Make it with `anycostfl keys --host "
              "ADDRESS DEVICE …`; --insecure does without"]
         )  # fmt: skip
+    check_port(host, port)
     if resume is not None:
-        if set_ or out_dir:
-            raise ConfigError(["--resume takes the run as it is: no --set or --out"])
+        if set_ or out_dir or preset:
+            raise ConfigError(["--resume takes the run as it is: no preset, --set or --out"])
         before = take_up(resume)
         for remark in before.remarks:
             err.print(f"[yellow]note:[/] {escape(remark)}")
         config, writer, records = before.config, before.writer, before.records
         check_counts(config, wait_for, min_replies)
     else:
-        config = for_devices(load_preset(preset, set_ or []))
-        methods.load(config.run.method)
+        name = preset or "demo"
+        config = for_devices(load_preset(name, set_ or []))
         check_counts(config, wait_for, min_replies)
-        writer = RunWriter.create(out_dir or free_folder(Path(preset).stem), to_toml(config))
+        prepare(config)  # first: a start that fails leaves no folder behind
+        writer = RunWriter.create(out_dir or free_folder(Path(name).stem), to_toml(config))
         records = []
     terms = Terms(deadline_s, wait_for or config.fleet.cohort, min_replies, patience_s)
     serving = Serving(writer.folder, host, port, None if insecure else folder, terms)

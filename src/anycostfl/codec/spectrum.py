@@ -64,7 +64,8 @@ def _restore(spectrum: Floats, waves: Floats, flat: Floats) -> None:
 def _waves(height: int, width: int) -> Floats:
     """(frequency, place), in multiples of 2⁻²⁴: a float32 has them all, and 0 is 0 everywhere."""
     waves = np.kron(_cosines(height), _cosines(width))
-    return np.ldexp(np.rint(np.ldexp(waves, 24)), -24).astype(np.float32)
+    rounded: Floats = np.ldexp(np.rint(np.ldexp(waves, 24)), -24).astype(np.float32)
+    return rounded
 
 
 def _cosines(size: int) -> Doubles:

@@ -21,6 +21,7 @@ from flwr.simulation import run_simulation
 
 from anycostfl.config import Config
 from anycostfl.errors import AnycostError, MissingExtra
+from anycostfl.experiment import prepare
 from anycostfl.flower import device, server
 from anycostfl.flower.roster import Terms
 from anycostfl.runs import Snapshot, Turn, Turns
@@ -36,6 +37,12 @@ def play(config: Config, *, workers: int = 1, start: Snapshot | None = None) -> 
     """The rounds of an experiment on Flower's engine, with that many processes on this machine."""
     if importlib.util.find_spec("ray") is None:
         raise MissingExtra("--engine flower needs Ray: pip install 'anycostfl[cluster]'")
+    prepare(config)  # so that bad data or a bad model fail here and at once
+    return _play(config, workers, start)
+
+
+def _play(config: Config, workers: int, start: Snapshot | None) -> Turns:
+    """The rounds, as the engine's thread hands them over."""
     turns: Queue[Turn | BaseException | None] = Queue(maxsize=1)
     stopping = threading.Event()
     app = _server_app(config, start, turns, stopping)

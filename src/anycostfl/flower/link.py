@@ -77,7 +77,6 @@ class Serving:
 @contextmanager
 def open_link(serving: Serving) -> Iterator[Link]:
     """Start the SuperLink, ready for devices; stop everything at the end."""
-    _check_port(serving)
     home = serving.folder / "flower"
     home.mkdir(parents=True, exist_ok=True)
     with serving.log.open("ab") as file:
@@ -229,14 +228,17 @@ def _path() -> str:
     return os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")])
 
 
-def _check_port(serving: Serving) -> None:
-    with socket.socket(socket.AF_INET6 if ":" in serving.host else socket.AF_INET) as probe:
+def check_port(host: str, port: int) -> None:
+    """Fail clearly if nothing can listen there."""
+    if not 0 < port < 65536:
+        raise ConfigError([f"--port: given {port}, allowed 1 to 65535"])
+    with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
-            probe.bind((serving.host, serving.port))
+            probe.bind((host, port))
         except OSError as error:
             raise ConfigError(
-                [f"--host {serving.host} --port {serving.port}: cannot be used ({error.strerror})"]
+                [f"--host {host} --port {port}: cannot be used ({error.strerror})"]
             ) from error
 
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from anycostfl.errors import MissingExtra
+from anycostfl.errors import ConfigError, MissingExtra
 from anycostfl.types import RoundRecord
 
 
@@ -22,6 +22,15 @@ def _pyplot() -> Any:
     except ImportError as error:
         raise MissingExtra("figures need: pip install 'anycostfl[plots]'") from error
     return plt
+
+
+def _save(figure: Any, path: Path) -> None:
+    try:
+        figure.savefig(path, dpi=110)
+    except (OSError, ValueError) as error:  # not writable, or not a format matplotlib knows
+        raise ConfigError([f"figure: given {path}, but {error}"]) from error
+    finally:
+        _pyplot().close(figure)
 
 
 def draw_curves(runs: Mapping[str, Sequence[RoundRecord]], path: Path) -> None:
@@ -39,8 +48,7 @@ def draw_curves(runs: Mapping[str, Sequence[RoundRecord]], path: Path) -> None:
     axes[0].set_ylabel("test accuracy, %")
     if len(runs) > 1:
         axes[0].legend()
-    figure.savefig(path, dpi=110)
-    plt.close(figure)
+    _save(figure, path)
 
 
 def _costs(records: Sequence[RoundRecord]) -> dict[str, list[float]]:
@@ -67,8 +75,7 @@ def draw_partition(counts: np.ndarray[tuple[int, int], np.dtype[np.int64]], path
     axis.set_xlabel("device")
     axis.set_ylabel("training samples")
     axis.legend(title="class", ncols=2, loc="center left", bbox_to_anchor=(1, 0.5))
-    figure.savefig(path, dpi=110)
-    plt.close(figure)
+    _save(figure, path)
 
 
 Lines = Mapping[str, tuple[Sequence[float], Sequence[float]]]
@@ -86,8 +93,7 @@ def draw_lines(panels: Mapping[str, Lines], x_label: str, path: Path) -> None:
         axis.set_ylabel(title)
         axis.grid(alpha=0.3)
     axes[0][0].legend()
-    figure.savefig(path, dpi=110)
-    plt.close(figure)
+    _save(figure, path)
 
 
 def draw_bars(panels: Mapping[str, Mapping[str, float]], path: Path) -> None:
@@ -101,5 +107,4 @@ def draw_bars(panels: Mapping[str, Mapping[str, float]], path: Path) -> None:
         axis.set_xticks(range(len(values)), list(values), rotation=20, ha="right")
         axis.set_ylabel(title)
         axis.margins(y=0.15)
-    figure.savefig(path, dpi=110)
-    plt.close(figure)
+    _save(figure, path)

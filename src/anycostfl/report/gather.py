@@ -17,7 +17,7 @@ import numpy as np
 
 from anycostfl.config import parse_config
 from anycostfl.errors import ConfigError
-from anycostfl.records import CONFIG, ENVIRONMENT, JOURNAL, TIMING, WIDTHS, read_journal
+from anycostfl.records import CONFIG, ENVIRONMENT, JOURNAL, TIMING, WIDTHS, read_journal, refusals
 from anycostfl.report.summary import summarise
 from anycostfl.types import Binds, DeviceRecord, RoundRecord
 
@@ -55,7 +55,7 @@ def gather(folder: Path, *, growing: bool = False) -> Document:
         "target": asked.target_accuracy,
         "latency_s": asked.latency_s,
         "fleet": asked.devices,
-        "summary": _plain(summarise(asked.method, asked.target_accuracy, records)),
+        "summary": _summary(asked, records),
         "config": config,
         "environment": _environment(folder / ENVIRONMENT, remarks),
         "wall_s": _wall_s(folder / TIMING, len(records)),
@@ -65,6 +65,12 @@ def gather(folder: Path, *, growing: bool = False) -> Document:
         "widths": _widths(folder / WIDTHS, remarks),
         "remarks": [remark[:LONGEST_TEXT] for remark in remarks],
     }
+
+
+def _summary(asked: Asked, records: Sequence[RoundRecord]) -> Document:
+    summary = summarise(asked.method, asked.target_accuracy, records)
+    causes = {cause[:LONGEST_TEXT]: times for cause, times in refusals(records).items()}
+    return {**_plain(summary), "refused_because": causes}
 
 
 # --- the journal ----------------------------------------------------------------------------------

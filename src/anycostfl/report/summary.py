@@ -17,7 +17,6 @@ def summarise(
     hit = next((i for i, r in enumerate(records) if (r.accuracy or 0) >= target_accuracy), None)
     reached = totals(records[: hit + 1]) if hit is not None else None
     benched = {d.device for r in records for d in r.devices if d.status.startswith("benched")}
-    target = f"{100 * target_accuracy:g}_%"
     return {
         "method": method,
         "rounds": len(records),
@@ -36,7 +35,8 @@ def summarise(
         "updates_left_out": int(spent["left_out"]),
         "devices_benched": len(benched),
         "rounds_benched": int(spent["benched"]),
-        f"rounds_to_{target}": None if hit is None else hit + 1,
-        f"minutes_to_{target}": reached and reached["latency_s"] / 60,
-        f"kj_to_{target}": reached and reached["energy_j"] / 1e3,
+        "target_accuracy": target_accuracy,
+        "rounds_to_target": None if hit is None else hit + 1,
+        "minutes_to_target": reached and reached["latency_s"] / 60,
+        "kj_to_target": reached and reached["energy_j"] / 1e3,
     }

@@ -380,7 +380,7 @@ function absentSection() {
     });
     const more = reasons.size - rows.length;
     const title = `Why${more > 0 ? `; ${counted(more, "rarer reason")} left out` : ""}`;
-    const causes = run.summary.refused_because;
+    const causes = Object.entries(run.summary.refused_because).map(([cause, times]) => `${cause} ${times}`).join(", ");
     const told = causes ? [make("p", {}, `Refused, by cause: ${causes}.`)] : [];
     card.replaceChildren(...told, rows.length
       ? table(title, ["reason", "times", "devices", "first round", "last round"], rows)

@@ -1,0 +1,120 @@
+"""Ordinary wrong input ends with one message that says what to do, on every command."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+import anycostfl
+from anycostfl.cli import main
+from small_runs import small_overrides
+
+Call = Callable[..., tuple[int, str, str]]
+
+
+@pytest.fixture
+def call(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> Call:
+    monkeypatch.chdir(tmp_path)
+
+    def command(*words: object) -> tuple[int, str, str]:
+        monkeypatch.setattr(sys, "argv", ["anycostfl", *map(str, words)])
+        with pytest.raises(SystemExit) as ended:
+            main()
+        told = capsys.readouterr()
+        return int(ended.value.code or 0), told.out, " ".join(told.err.split())
+
+    return command
+
+
+def sets(folder: Path, *more: str) -> list[str]:
+    return [part for item in small_overrides(folder, *more) for part in ("--set", item)]
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (["data", "--plot", "/none/x.png"], "figure: given /none/x.png"),
+        (["data", "--plot", "x.foo"], "figure: given x.foo"),
+        (["inspect", "--model", "torch.nn:Linear", "--input", "3"], "make() needs no arguments"),
+        (["inspect", "--model", "raises:make", "--input", "3"], "KeyError: 'weights'"),
+        (["inspect", "--model", "cnn", "--input", "1,28,28"], "brings its own shape"),
+        (["serve", "--insecure", "--port", "99999"], "allowed 1 to 65535"),
+        (["serve", "demo", "--insecure", "--resume", "x"], "no preset"),
+        (["keys", "--out", "/proc/x"], "--out: given /proc/x"),
+        (["run", "--resume", "latin1"], "cannot read latin1/config.toml"),
+    ],
+)
+def test_one_message_and_code_two(call: Call, words: list[str], told: str) -> None:
+    Path("raises.py").write_text("def make():\n    raise KeyError('weights')\n")
+    Path("latin1").mkdir()
+    Path("latin1/config.toml").write_bytes("summary = 'grün'".encode("latin-1"))
+    code, _, message = call(*words)
+    assert told in message
+    assert code == 2
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_a_missing_gpu_is_named(call: Call) -> None:
+    code, _, message = call("run", "--dry-run", "--set", "training.device=cuda")
+    assert code == 2
+    assert "given cuda, which this machine lacks" in message
+
+
+def test_labels_beyond_the_models_outputs_are_refused(call: Call, tmp_path: Path) -> None:
+    images, labels = np.zeros((20, 28, 28), np.uint8), np.arange(20)
+    np.savez(
+        tmp_path / "many.npz",
+        train_images=images,
+        train_labels=labels,
+        test_images=images,
+        test_labels=labels,
+    )
+    words = sets(tmp_path, "data.name=many.npz")
+    code, _, message = call("run", *words, "--out", "x")
+    assert code == 2
+    assert "labels up to 19, but model cnn has 10 outputs" in message
+    assert not (tmp_path / "x").exists()
+
+
+def test_a_run_in_which_nobody_took_part_says_why(call: Call, tmp_path: Path) -> None:
+    poor = sets(tmp_path, "fleet.energy_min_j=1e-9", "fleet.energy_max_j=2e-9")
+    words = ["run", *poor, "--rounds", "2", "--workers", "1", "--out", "x", "--json"]
+    code, text, message = call(*words)
+    assert code == 0
+    assert "of 8 devices drawn, none took part" in message
+    assert "(8 times) sat out:" in message
+    told = json.loads(text)
+    assert (told["target_accuracy"], told["rounds_to_target"]) == (0.8, None)
+    reported = json.loads(call("report", "x", "--json")[1])["runs"][0]
+    assert reported["refused_because"] == told["refused_because"] == {}
+
+
+def test_the_version_is_told(call: Call) -> None:
+    assert call("--version")[1].strip() == anycostfl.__version__
+
+
+def test_every_public_name_is_there() -> None:
+    assert all(hasattr(anycostfl, name) for name in anycostfl.__all__)
+    assert {"run", "load_preset", "Contribution"} <= set(anycostfl.__all__)
+
+
+def test_a_script_without_a_main_guard_is_told_so(tmp_path: Path) -> None:
+    overrides = small_overrides(tmp_path, "run.rounds=1")
+    script = tmp_path / "script.py"
+    script.write_text(
+        f"import anycostfl\n"
+        f"list(anycostfl.run(anycostfl.load_preset('demo', {overrides!r}), workers=2))\n"
+    )
+    done = subprocess.run(
+        [sys.executable, script], capture_output=True, text=True, check=False, timeout=300
+    )
+    assert 'if __name__ == "__main__"' in done.stderr.splitlines()[-1]
