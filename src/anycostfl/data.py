@@ -217,28 +217,28 @@ def _read_npz(path: Path, *, tests: bool = True) -> tuple[Part, Part]:
     except (OSError, ValueError, TypeError, EOFError, BadZipFile, zlib.error) as error:
         why = f"not an .npz file ({error}); numpy.savez makes one of {', '.join(names)}"
         raise ConfigError([why], str(path)) from error
-    if missing := [name for name in names[: 4 if tests else 2] if name not in found]:
+    wanted = names if tests else names[:2]
+    if missing := [name for name in wanted if name not in found]:
         raise ConfigError([f"{name}: missing" for name in missing], str(path))
-    a, b = (found[name] for name in names[:2])
-    c, d = (found[name] for name in names[2:]) if tests else (a[:0], b[:0])
-    problems = [
-        f"{name}: given shape {x.shape}, allowed (sample, height, width[, colour])"
-        for name, x in zip(names[::2], (a, c), strict=True)
-        if x.ndim not in (3, 4)
-    ]
-    problems += [
-        f"{name}: given {len(x)} images but {y.size} labels, allowed one label for each image"
-        for name, x, y in ((names[1], a, b), (names[3], c, d))
-        if not len(x) or y.shape != (len(x),)
-    ]
-    problems += [
-        f"{name}: given {y.dtype} from {y.min()} on, allowed whole numbers from 0 on"
-        for name, y in ((names[1], b), (names[3], d))
-        if y.size and (y.dtype.kind not in "iu" or y.min() < 0)
-    ]
+    problems, parts = [], []
+    for images, labels in zip(wanted[::2], wanted[1::2], strict=True):
+        x, y = found[images], found[labels]
+        if x.ndim not in (3, 4):
+            allowed = "(sample, height, width[, colour])"
+            problems.append(f"{images}: given shape {x.shape}, allowed {allowed}")
+        if not len(x) or y.shape != (len(x),):
+            allowed = "one label for each image"
+            problems.append(
+                f"{labels}: given {len(x)} images but {y.size} labels, allowed {allowed}"
+            )
+        if y.size and (y.dtype.kind not in "iu" or y.min() < 0):
+            allowed = "whole numbers from 0 on"
+            problems.append(f"{labels}: given {y.dtype} from {y.min()} on, allowed {allowed}")
+        parts.append((x, y.astype(np.int64)))
     if problems:
         raise ConfigError(problems, str(path))
-    return (a, b.astype(np.int64)), (c, d.astype(np.int64))
+    train = parts[0]
+    return train, parts[1] if tests else (train[0][:0], train[1][:0])
 
 
 READERS: dict[str, Callable[[str], tuple[Part, Part]]] = {
