@@ -59,6 +59,13 @@ def test_budget_is_well_used(beta: float) -> None:
     assert len(packed(update, beta)) >= 0.95 * byte_budget(beta, 60_000)
 
 
+@pytest.mark.parametrize("beta", [1 / 60, 1 / 75, 1 / 100])
+def test_budget_is_well_used_though_the_estimate_errs(beta: float) -> None:
+    """Few large elements: three guesses after the estimate still fill only half of the budget."""
+    update = {"w": torch.randn(184, 170, generator=torch.Generator().manual_seed(0)).pow(3)}
+    assert len(packed(update, beta)) >= 0.97 * byte_budget(beta, 184 * 170)
+
+
 def test_more_bytes_mean_less_error() -> None:
     errors = [error(sample(), beta) for beta in (0.01, 0.02, 0.05, 0.1, 0.2, 0.4, 0.8)]
     assert errors == sorted(errors, reverse=True)

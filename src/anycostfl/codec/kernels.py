@@ -329,9 +329,10 @@ def place(
 
     False if one is beyond the grid, or not 0 beyond the end of a row.
     """
-    values, mask = (array[part.offset : part.offset + part.size] for array in onto)
+    values, mask = onto
+    here = slice(part.offset, part.offset + part.size)
     bounds, cut = (grid.u_min, grid.u_max, grid.step), (part.width, part.block)
-    return _place(kept, cut, numbers, bounds, grid.symbols, values, mask)
+    return _place(kept, cut, numbers, bounds, grid.symbols, values[here], mask[here])
 
 
 # Next to `point`: the machine code on disk is renewed when its own file changes, not another one.
