@@ -230,11 +230,12 @@ def test_same_bytes_every_time_and_whatever_the_order_of_names() -> None:
     assert list(decompress(payload, backwards).values) == list(backwards)
 
 
-def test_decoder_adds_up_in_a_fixed_order() -> None:
+@pytest.mark.parametrize("columns", [41, lowrank.TILE, lowrank.TILE + 5])
+def test_decoder_adds_up_in_a_fixed_order(columns: int) -> None:
     rng = np.random.default_rng(0)
     basis = rng.normal(size=(33, 17)).astype(np.float32)
-    rows = rng.integers(-(2**20), 2**20, (17, 41), dtype=np.int32)
-    expected = np.zeros((33, 41), np.float32)
+    rows = rng.integers(-(2**20), 2**20, (17, columns), dtype=np.int32)
+    expected = np.zeros((33, columns), np.float32)
     for k in range(17):
         expected += basis[:, k : k + 1] * rows[k].astype(np.float32)
     assert np.array_equal(lowrank._product(basis, rows), expected)
