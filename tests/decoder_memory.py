@@ -65,7 +65,7 @@ def payloads(method: methods.Method, codec: str) -> Iterator[tuple[str, bytes]]:
         yield "every element a kernel", amplified()
     if codec == "kernel+":
         yield "every element a kernel", in_context(lambda _: 1)
-        yield "kernels of more than half a row", in_context(lambda width: width // 2 + 1)
+        yield "kernels one short of a row", in_context(lambda width: width - 1)
     little = {n: torch.randn(s, generator=draw) for n, s in SMALL.items()}
     valid = method.encode(little, Upload(0.5, 0, BINDING, codec=codec))
     magic, tie = valid[:4], frame.bond(BINDING, PLAN)

@@ -329,7 +329,8 @@ def place(
 
     False if one is beyond the grid, or not 0 beyond the end of a row.
     """
-    here, (values, mask) = slice(part.offset, part.offset + part.size), onto
+    values, mask = onto
+    here = slice(part.offset, part.offset + part.size)
     bounds, cut = (grid.u_min, grid.u_max, grid.step), (part.width, part.block)
     return _place(kept, cut, numbers, bounds, grid.symbols, values[here], mask[here])
 

@@ -207,9 +207,10 @@ def _read_factors(values: Floats, way: Way, rank: int, source: Source, contexts:
 
 
 @compiled
-def _add_product(basis: Floats, rows: Integers, start: int, out: Floats) -> None:
-    """Columns of P·G from `start` on, a tile of them."""
+def _tile(basis: Floats, rows: Integers, start: int) -> Floats:
+    """The next columns of P·G from `start` on."""
     rank, end = rows.shape[0], min(start + TILE, rows.shape[1])
+    out = np.zeros((basis.shape[0], end - start), np.float32)
     for k in range(0, rank - rank % 4, 4):  # four at a time spare most loads and stores
         one, two, three, four = (
             rows[k, start:end].astype(np.float32),
@@ -220,22 +221,24 @@ def _add_product(basis: Floats, rows: Integers, start: int, out: Floats) -> None
         for i in range(basis.shape[0]):
             a, b, c, d = basis[i, k], basis[i, k + 1], basis[i, k + 2], basis[i, k + 3]
             for j in range(end - start):
-                total = out[i, start + j] + a * one[j]
+                total = out[i, j] + a * one[j]
                 total += b * two[j]
                 total += c * three[j]
-                out[i, start + j] = total + d * four[j]
+                out[i, j] = total + d * four[j]
     for k in range(rank - rank % 4, rank):
+        one = rows[k, start:end].astype(np.float32)
         for i in range(basis.shape[0]):
-            for j in range(start, end):
-                out[i, j] += basis[i, k] * np.float32(rows[k, j])
+            for j in range(end - start):
+                out[i, j] += basis[i, k] * one[j]
+    return out
 
 
 @compiled
 def _product(basis: Floats, rows: Integers) -> Floats:
     """P·G in float32, every sum in the order of the columns: the same bits on every machine."""
-    out = np.zeros((basis.shape[0], rows.shape[1]), np.float32)
+    out = np.empty((basis.shape[0], rows.shape[1]), np.float32)
     for start in range(0, rows.shape[1], TILE):
-        _add_product(basis, rows, start, out)
+        out[:, start : start + TILE] = _tile(basis, rows, start)
     return out
 
 

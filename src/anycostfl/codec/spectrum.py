@@ -63,9 +63,9 @@ def _restore(spectrum: Floats, waves: Floats, flat: Floats) -> None:
 @lru_cache(maxsize=32)
 def _waves(height: int, width: int) -> Floats:
     """(frequency, place), in multiples of 2⁻²⁴: a float32 has them all, and 0 is 0 everywhere."""
-    waves = np.kron(_cosines(height), _cosines(width))
-    rounded: Floats = np.ldexp(np.rint(np.ldexp(waves, 24)), -24).astype(np.float32)
-    return rounded
+    exact = np.kron(_cosines(height), _cosines(width))
+    waves: Floats = (np.rint(exact * 2.0**24) * 2.0**-24).astype(np.float32)
+    return waves
 
 
 def _cosines(size: int) -> Doubles:
