@@ -177,6 +177,20 @@ def test_another_fleet_pays_for_the_same_training(tmp_path: Path) -> None:
     planned = series.advance(make_case(config, "anycostfl", 0.05, 0), lasted(2))
     moved = replace(config, fleet=fleet, run=replace(config.run, method="anycostfl"))
     assert recost(planned, moved) is None  # it would have planned otherwise
+    benched = DeviceRecord(99, "benched", 0, 0.0, 0.0, 0.0)
+    more = replace(records[0], devices=(*records[0].devices, benched))
+    assert recost([more], config) is None  # others would have been drawn
+
+
+def test_who_sits_out_in_both_fleets_pays_nothing(tmp_path: Path) -> None:
+    nothing = ("fleet.energy_min_j=1e-9", "fleet.energy_max_j=1e-9")
+    config = make_case(small_config(tmp_path, *nothing), "anycostfl", 0.05, 0).config
+    records = Series(tmp_path / "all", 1, nobody).advance(Case("poor", config), lasted(1))
+    fleet = replace(config.fleet, energy_coefficient_std=1e-27)
+    paid = recost(records, replace(config, fleet=fleet))
+    assert paid is not None
+    assert [d.status for d in paid[0].devices] == [d.status for d in records[0].devices]
+    assert all(d.status.startswith("sat out") for d in records[0].devices)
 
 
 def test_compare_from_the_command_line(tmp_path: Path) -> None:

@@ -23,7 +23,7 @@ from pathlib import Path
 import numpy as np
 
 from anycostfl import methods
-from anycostfl.config import Config, parse_config, to_toml
+from anycostfl.config import Config, load_profile, parse_config, to_toml
 from anycostfl.errors import AnycostError
 from anycostfl.fleet import draw_cohort
 from anycostfl.records import CONFIG, RunWriter, read_config, read_journal
@@ -244,11 +244,20 @@ def recost(records: Records, config: Config) -> Records | None:
 
 
 def _recost_round(record: RoundRecord, config: Config) -> RoundRecord | None:
+    taking_part = [d.device for d in record.devices]
+    if max(taking_part, default=0) >= config.fleet.devices:
+        return None
     samples = np.ones(config.fleet.devices)
-    samples[[d.device for d in record.devices]] = [d.samples for d in record.devices]
+    samples[taking_part] = [d.samples for d in record.devices]
     cohort = draw_cohort(
-        config.fleet, seed=config.run.seed, round_index=record.round, samples=samples
+        config.fleet,
+        seed=config.run.seed,
+        round_index=record.round,
+        samples=samples,
+        profiles={name: load_profile(name) for name in config.fleet.profiles},
     )
+    if taking_part != cohort.index.tolist():  # somebody was benched
+        return None
     method, limits = methods.load(config.run.method), config.limits_of(config.run.method)
     planned = method.plan(cohort.devices, config.workload, limits)
     paid = []

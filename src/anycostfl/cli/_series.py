@@ -12,7 +12,8 @@ from typing import Annotated
 import typer
 
 from anycostfl.cli._console import err, out, table
-from anycostfl.compare import CannotCompare, Case, Records, only_one
+from anycostfl.cli.run import check_workers
+from anycostfl.compare import CannotCompare, Case, Records, Series, only_one
 from anycostfl.config import Config, load_preset
 from anycostfl.errors import ConfigError
 from anycostfl.experiment import settle
@@ -40,6 +41,21 @@ def asked(
     changes += [f"run.target_accuracy={target}"] if target is not None else []
     changes += [f"run.rounds={rounds}"] if rounds is not None else []
     return settle(load_preset(preset, changes))
+
+
+def series_in(
+    folder: Path, workers: int, tried: tuple[str, int], *, only_show: bool, quiet: bool
+) -> Series:
+    """The runs of a folder as the options ask for them; `tried` are --rates and --trial."""
+    rates, trial = tried
+    return Series(
+        folder,
+        check_workers(workers),
+        progress(quiet=quiet),
+        play=not only_show,
+        rates=numbers_of(rates, "--rates"),
+        trial=trial,
+    )
 
 
 def names_of(text: str, known: Sequence[str], load: Callable[[str], object]) -> list[str]:
@@ -72,12 +88,13 @@ def progress(*, quiet: bool) -> Callable[[Case, Records], None]:
 
 
 @contextmanager
-def working_on(folder: Path, *, only_show: bool) -> Iterator[None]:
+def working_on(series: Series) -> Iterator[None]:
     """Keep others away while playing; Ctrl-C ends with a word on how to go on."""
-    if only_show and not folder.is_dir():
+    folder = series.folder
+    if not series.play and not folder.is_dir():
         raise CannotCompare(f"there are no runs in {folder} yet; without --show they are played")
     try:
-        with nullcontext() if only_show else only_one(folder):
+        with only_one(folder) if series.play else nullcontext():
             yield
     except KeyboardInterrupt:
         err.print("Stopped. The same command goes on.")

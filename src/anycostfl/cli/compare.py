@@ -26,12 +26,10 @@ from anycostfl.cli._series import (
     asked,
     go_on_alone,
     names_of,
-    numbers_of,
-    progress,
+    series_in,
     show,
     working_on,
 )
-from anycostfl.cli.run import check_workers
 from anycostfl.compare import (
     HEADER,
     CannotCompare,
@@ -80,7 +78,6 @@ def compare(
     if seeds < 1:
         raise ConfigError([f"--seeds: given {seeds}, allowed 1 or more"])
     chosen = names_of(method_names, methods.names(), methods.load)
-    grid = numbers_of(rates, "--rates")
     name = Path(preset).stem
     folder = out_dir or Path("runs", f"compare-{name}")
     if background:
@@ -88,18 +85,9 @@ def compare(
         return
     goal = config.run.target_accuracy
     enough = lasted(config.run.rounds) if full else reached(goal)
-    found: dict[str, list[tuple[Config, Records]]] = {}
-    with working_on(folder, only_show=only_show):
-        series = Series(
-            folder,
-            check_workers(workers),
-            progress(quiet=json),
-            play=not only_show,
-            rates=grid,
-            trial=trial,
-        )
-        for method in chosen:
-            found[method] = _runs_of(series, config, method, seeds, enough)
+    series = series_in(folder, workers, (rates, trial), only_show=only_show, quiet=json)
+    with working_on(series):
+        found = {m: _runs_of(series, config, m, seeds, enough) for m in chosen}
     there = replace(series, play=False)
     for method in set(methods.names()) - set(chosen):  # of earlier commands, for the same table
         with suppress(CannotCompare):  # other settings, another table
@@ -108,7 +96,7 @@ def compare(
     rows = [make_row(method, found[method], goal) for method in dict.fromkeys(order)]
     curves = {row.label: list(found[row.label][0][1]) for row in rows}
     cells = as_cells(rows, name)
-    stem = folder / ("tuned" if len(grid) > 1 else "results")
+    stem = folder / ("tuned" if len(series.rates) > 1 else "results")
     stem.with_suffix(".md").write_text(to_markdown(HEADER, cells))
     stem.with_suffix(".csv").write_text(to_csv(rows))
     with suppress(MissingExtra):

@@ -18,7 +18,7 @@ from anycostfl.config import Config, load_preset, to_toml
 from anycostfl.errors import ConfigError
 from anycostfl.experiment import prepare
 from anycostfl.records import RunWriter
-from anycostfl.runs import take_up
+from anycostfl.runs import check_engine, take_up
 from anycostfl.types import RoundRecord
 
 if TYPE_CHECKING:
@@ -54,16 +54,14 @@ def serve(
     from anycostfl.flower.roster import Terms  # noqa: PLC0415
 
     folder = KeyFolder(keys)
-    if not insecure and not folder.certificate.is_file():
-        raise ConfigError(
-            [f"--keys: there is no {folder.certificate}. Make it with `anycostfl keys --host "
-             "ADDRESS DEVICE …`; --insecure does without"]
-        )  # fmt: skip
+    if not insecure:
+        _check_keys(folder.certificate)
     check_port(host, port)
     if resume is not None:
         if set_ or out_dir or preset:
             raise ConfigError(["--resume takes the run as it is: no preset, --set or --out"])
         before = take_up(resume)
+        check_engine(before, simulated=False)
         for remark in before.remarks:
             err.print(f"[yellow]note:[/] {escape(remark)}")
         config, writer, records = before.config, before.writer, before.records
@@ -91,6 +89,14 @@ def serve(
         if not json:
             out.print(f"Stopped. Go on with: anycostfl serve --resume {writer.folder}")
         raise typer.Exit(130)
+
+
+def _check_keys(certificate: Path) -> None:
+    if not certificate.is_file():
+        raise ConfigError(
+            [f"--keys: there is no {certificate}. Make it with `anycostfl keys --host "
+             "ADDRESS DEVICE …`; --insecure does without"]
+        )  # fmt: skip
 
 
 def check_counts(config: Config, wait_for: int, min_replies: int) -> None:

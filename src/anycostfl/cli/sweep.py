@@ -29,11 +29,10 @@ from anycostfl.cli._series import (
     go_on_alone,
     names_of,
     numbers_of,
-    progress,
+    series_in,
     show,
     working_on,
 )
-from anycostfl.cli.run import check_workers
 from anycostfl.compare import Cost, Series, cost_to, to_markdown
 from anycostfl.config import Config
 from anycostfl.errors import ConfigError, MissingExtra
@@ -88,15 +87,8 @@ def sweep(
         go_on_alone(folder)
         return
     picture = folder / f"{kind}.png"
-    with working_on(folder, only_show=only_show):
-        series = Series(
-            folder,
-            check_workers(workers),
-            progress(quiet=json),
-            play=not only_show,
-            rates=numbers_of(rates, "--rates"),
-            trial=trial,
-        )
+    series = series_in(folder, workers, (rates, trial), only_show=only_show, quiet=json)
+    with working_on(series):
         if kind == "ablation":
             found = _ablation(series, config, picture)
         elif kind == "widths":

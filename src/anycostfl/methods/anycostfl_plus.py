@@ -3,7 +3,7 @@
 Low rank keeps nearly all of an update in a few hundredths of what the paper's codec needs (decision
 0011), and what a payload could not carry is sent later (decision 0012). So β stays below `THIN`
 whatever the planner could afford, and time and energy go into computing: wider sub-models. Low rank
-sends no mask, so every element moves in every round, and the server's momentum can build on it.
+sends no mask, so every element of a sub-model counts in every round, and the server has momentum.
 """
 
 from __future__ import annotations
