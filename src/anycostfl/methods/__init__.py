@@ -6,9 +6,7 @@ remembers anything: what a device keeps from round to round is the residual of `
 
 from __future__ import annotations
 
-import importlib
 import math
-import pkgutil
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import ModuleType
@@ -17,7 +15,10 @@ from torch import Tensor, nn
 
 from anycostfl.checks import FloatArray
 from anycostfl.errors import UnknownName
+from anycostfl.registry import load_file, modules_in, own_folders, unknown
 from anycostfl.types import Devices, Limits, Strategies, Update, Workload
+
+__path__ = [*__path__, *own_folders("methods")]
 
 State = Mapping[str, Tensor]
 Shapes = Mapping[str, Sequence[int]]
@@ -78,8 +79,7 @@ def elements(shapes: Shapes) -> int:
 
 def names() -> list[str]:
     """Every method that can be loaded by name."""
-    found = (info.name for info in pkgutil.iter_modules(__path__))
-    return sorted(name.replace("_plus", "+") for name in found if not name.startswith("_"))
+    return [name.replace("_plus", "+") for name in modules_in(__path__)]
 
 
 def variants(name: str) -> list[str]:
@@ -91,7 +91,7 @@ def load(name: str) -> Method:
     """The method of that name, or a variant of it: `method/variant`."""
     base, _, variant = name.partition("/")
     if base not in names():
-        raise UnknownName(f"no method {name!r}; there are {', '.join(names())}")
+        raise unknown("method", name, names())
     module = _module(base)
     known: Mapping[str, Method] = {"": module.METHOD, **getattr(module, "VARIANTS", {})}
     if variant not in known:
@@ -101,4 +101,4 @@ def load(name: str) -> Method:
 
 
 def _module(name: str) -> ModuleType:
-    return importlib.import_module(f"{__name__}.{name.replace('+', '_plus')}")
+    return load_file(__name__, name.replace("+", "_plus"), "METHOD")

@@ -2,21 +2,20 @@
 
 from __future__ import annotations
 
-import importlib
-import pkgutil
-
-from anycostfl.errors import UnknownName
+from anycostfl.registry import load_file, modules_in, own_folders, unknown
 from anycostfl.types import ModelSpec
+
+__path__ = [*__path__, *own_folders("models")]
 
 
 def names() -> list[str]:
     """Every architecture that can be loaded by name."""
-    return sorted(info.name for info in pkgutil.iter_modules(__path__))
+    return modules_in(__path__)
 
 
 def load(name: str) -> ModelSpec:
     """The architecture of that name."""
     if name not in names():
-        raise UnknownName(f"no model {name!r}; there are {', '.join(names())}")
-    spec: ModelSpec = importlib.import_module(f"{__name__}.{name}").MODEL
+        raise unknown("model", name, names())
+    spec: ModelSpec = load_file(__name__, name, "MODEL").MODEL
     return spec

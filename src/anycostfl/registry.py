@@ -1,0 +1,51 @@
+"""Methods and models by name: one file each, in this package or in a folder of one's own.
+
+With ANYCOSTFL_PATH=FOLDER, FOLDER/methods/NAME.py and FOLDER/models/NAME.py are found as if they
+lay in the package. Only whoever runs a process can set its environment, so a server cannot make a
+device run a file that its owner did not put there.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+import pkgutil
+from collections.abc import Sequence
+from pathlib import Path
+from types import ModuleType
+
+from anycostfl.errors import UnknownName
+
+VARIABLE = "ANYCOSTFL_PATH"
+
+
+def own_folders(kind: str) -> list[str]:
+    """Where a user's own methods or models lie, after the package's."""
+    given = os.environ.get(VARIABLE, "").split(os.pathsep)
+    return [str(Path(folder, kind).resolve()) for folder in given if folder]
+
+
+def modules_in(folders: Sequence[str]) -> list[str]:
+    """The names of the files that hold something to load."""
+    found = (info.name for info in pkgutil.iter_modules(folders))
+    return sorted(name for name in found if not name.startswith("_"))
+
+
+def load_file(package: str, module: str, constant: str) -> ModuleType:
+    """The module with that constant; whatever is wrong with it is said with its name."""
+    try:
+        loaded = importlib.import_module(f"{package}.{module}")
+    except Exception as error:
+        raise UnknownName(
+            f"{package}.{module} cannot be loaded: {type(error).__name__}: {error}"
+        ) from error
+    if not hasattr(loaded, constant):
+        raise UnknownName(f"{loaded.__file__} has no constant {constant}")
+    return loaded
+
+
+def unknown(what: str, name: str, known: Sequence[str]) -> UnknownName:
+    """The error for a name that no file has."""
+    where = os.environ.get(VARIABLE)
+    looked = f" (looked in {VARIABLE}={where} too)" if where else ""
+    return UnknownName(f"no {what} {name!r}; there are {', '.join(known)}{looked}")

@@ -1,0 +1,87 @@
+"""A user's own methods and models, beside the package's."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from anycostfl import methods, models
+from anycostfl.errors import UnknownName
+from anycostfl.registry import own_folders
+from small_runs import small_overrides
+
+DOCUMENT = Path(__file__).parent.parent / "docs" / "extend.md"
+
+
+def write_examples(folder: Path) -> Path:
+    """The files of docs/extend.md, where it says that they lie."""
+    blocks = re.findall(r"```python\n# (mine/\S+)\n(.*?)```", DOCUMENT.read_text(), re.S)
+    assert len(blocks) == 2
+    for name, text in blocks:
+        (folder / name).parent.mkdir(parents=True)
+        (folder / name).write_text(text)
+    return folder / "mine"
+
+
+def test_the_documents_model_and_method_take_part_in_a_comparison(tmp_path: Path) -> None:
+    own = write_examples(tmp_path)
+    changes = [*small_overrides(tmp_path), "model.name=tiny", "run.rounds=2"]
+    command = ["compare", "demo", "--methods", "fedavg,half", "--workers", "2", "--json"]
+    done = subprocess.run(
+        [sys.executable, "-m", "anycostfl", *command, *(f"--set={c}" for c in changes)],
+        cwd=tmp_path,
+        env={**os.environ, "ANYCOSTFL_PATH": str(own)},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    rows = {row["label"]: row for row in json.loads(done.stdout)["rows"]}
+    assert set(rows) == {"fedavg", "half"}
+
+
+def test_several_folders_are_named_as_in_path(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("ANYCOSTFL_PATH", os.pathsep.join(["", "a", str(tmp_path)]))
+    assert own_folders("models") == [str(Path("a/models").resolve()), str(tmp_path / "models")]
+    monkeypatch.delenv("ANYCOSTFL_PATH")
+    assert own_folders("models") == []
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("import nothing_of_that_name", "ModuleNotFoundError.*nothing_of_that_name"),
+        ("def METHOD(:", "SyntaxError"),
+        ("METHODS = 1", r"own_method\.py has no constant METHOD"),
+    ],
+)
+def test_what_is_wrong_with_a_file_is_said(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, text: str, words: str
+) -> None:
+    (tmp_path / "own_method.py").write_text(text)
+    monkeypatch.setattr(methods, "__path__", [*methods.__path__, str(tmp_path)])
+    monkeypatch.delitem(sys.modules, "anycostfl.methods.own_method", raising=False)
+    with pytest.raises(UnknownName, match=words):
+        methods.load("own_method")
+
+
+def test_the_packages_own_come_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "cnn.py").write_text("raise RuntimeError")
+    monkeypatch.setattr(models, "__path__", [*models.__path__, str(tmp_path)])
+    monkeypatch.delitem(sys.modules, "anycostfl.models.cnn", raising=False)
+    assert models.names().count("cnn") == 1
+    assert models.load("cnn").summary
+
+
+def test_an_unknown_name_says_where_it_was_looked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ANYCOSTFL_PATH", "elsewhere")
+    with pytest.raises(UnknownName, match=r"no method 'half'; there are anycostfl, .*elsewhere"):
+        methods.load("half")
