@@ -34,7 +34,10 @@ def _save(figure: Any, path: Path) -> None:
 
 
 def draw_curves(runs: Mapping[str, Sequence[RoundRecord]], path: Path) -> None:
-    """Accuracy of one or several runs over what it cost to get there."""
+    """Accuracy of one or several runs over what it cost to get there.
+
+    Costs of different orders of magnitude are shown by their logarithms.
+    """
     plt = _pyplot()
     figure, axes = plt.subplots(1, 4, figsize=(14, 3.4), sharey=True, layout="constrained")
     for name, records in runs.items():
@@ -45,6 +48,9 @@ def draw_curves(runs: Mapping[str, Sequence[RoundRecord]], path: Path) -> None:
     for axis, label in zip(axes, _costs([]), strict=True):
         axis.set_xlabel(label)
         axis.grid(alpha=0.3)
+        ends = [line.get_xdata()[-1] for line in axis.get_lines() if len(line.get_xdata())]
+        if ends and max(ends) > 10 * min(ends):
+            axis.set_xscale("log")
     axes[0].set_ylabel("test accuracy, %")
     if len(runs) > 1:
         axes[0].legend()
