@@ -147,6 +147,23 @@ def test_fill_finds_the_largest_that_fits(budget: int, power: float, start: floa
     assert size >= min(0.995 * budget, bound) - 1 or size >= 0.9 * bound
 
 
+@given(st.integers(2, 60), st.floats(0.6, 1.0), st.floats(0.5, 0.95))
+def test_fill_does_not_stray_where_the_next_number_is_too_large(
+    best: int, power: float, begin: float
+) -> None:
+    tried: list[int] = []
+
+    def encode(number: int) -> bytes:
+        tried.append(number)
+        return bytes(26 + int(10_000 * number**power))
+
+    budget = len(encode(best)) + 50  # less than full, and best + 1 does not fit
+    tried.clear()
+    assert len(fill(budget, begin * best, 2**22, encode)) == len(encode(best))
+    assert max(tried) <= 2 * best + 2
+    assert len(tried) <= 12
+
+
 def test_draws_are_right_on_average() -> None:
     values = np.array([0.0, 0.25, 1.0, 2.75, 10.5])
     chance = np.random.default_rng(0).random((20_000, 5), np.float32)

@@ -175,7 +175,8 @@ def fill(budget: int, start: float, most: int, encode: Callable[[int], bytes]) -
     """The fullest payload within the budget; `encode` makes larger ones of larger numbers.
 
     Sizes grow about like a power of the number, so the search follows that power through the last
-    two tries, and halves the interval where that leads outside it.
+    two tries. Where that leads nowhere new, it halves the interval, or goes on by one if no number
+    was too large yet.
     """
     best, low, high = encode(0), 0, most + 1
     guess, power = min(most, max(1, int(start))), 1.0
@@ -196,7 +197,9 @@ def fill(budget: int, start: float, most: int, encode: Callable[[int], bytes]) -
             power = min(max(slope, 0.25), 4.0)
         before = guess, size
         aim = int(guess * (0.998 * budget / size) ** (1 / power))
-        guess = aim if low < aim < high else (low + high) // 2
+        if not low < aim < high:
+            aim = (low + high) // 2 if high <= most else min(max(aim, low + 1), most)
+        guess = aim
     return best
 
 
