@@ -95,6 +95,8 @@ def test_a_dry_run_writes_nothing(tmp_path: Path) -> None:
     assert done.returncode == 0
     assert "[fleet]" in done.stdout
     assert not list(tmp_path.iterdir())
+    real = call("run", "--dry-run", "--set", 'fleet.profiles=["jetson-nano"]', cwd=tmp_path)
+    assert real.returncode == 0, real.stderr
 
 
 def test_mistakes_end_with_one_message_and_code_two(tmp_path: Path) -> None:

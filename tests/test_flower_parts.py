@@ -274,6 +274,14 @@ def test_a_device_reads_no_file_that_the_server_names(tmp_path: Path) -> None:
         open_device(Setup(0).node_config(), ask)
     own = Setup(0, data=str(small_dataset(tmp_path))).node_config()
     assert open_device(own, ask).offer(0, {}).device == 0
+    elsewhere = small_config(tmp_path, 'fleet.profiles=["/etc/secret.toml"]')
+    named = Ask(to_toml(settle(elsewhere)), 0)
+    with pytest.raises(ConfigError, match="--profile"):
+        open_device(own, named).offer(0, {})
+    described = Setup(
+        0, profile="jetson-nano", rate_bps=1e6, energy_j=1, data=str(small_dataset(tmp_path))
+    )
+    assert open_device(described.node_config(), named).offer(0, {}).device == 0
     with pytest.raises(ConfigError, match="allowed 0 … 11"):
         open_device(replace(Setup(12), data=str(small_dataset(tmp_path))).node_config(), ask)
 

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from anycostfl import methods, models
+from anycostfl import methods
 from anycostfl.errors import UnknownName
 from anycostfl.registry import own_folders
 from small_runs import small_overrides
@@ -74,11 +74,16 @@ def test_what_is_wrong_with_a_file_is_said(
 
 
 def test_the_packages_own_come_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "cnn.py").write_text("raise RuntimeError")
-    monkeypatch.setattr(models, "__path__", [*models.__path__, str(tmp_path)])
-    monkeypatch.delitem(sys.modules, "anycostfl.models.cnn", raising=False)
-    assert models.names().count("cnn") == 1
-    assert models.load("cnn").summary
+    (tmp_path / "models").mkdir()
+    (tmp_path / "models" / "cnn.py").write_text("raise RuntimeError")
+    monkeypatch.setenv("ANYCOSTFL_PATH", str(tmp_path))
+    program = "from anycostfl import models; print(models.names(), models.load('cnn').summary)"
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("'cnn'") == 1
+    assert "McMahan" in done.stdout
 
 
 def test_an_unknown_name_says_where_it_was_looked_for(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -23,14 +23,14 @@ from pathlib import Path
 import numpy as np
 
 from anycostfl import methods
-from anycostfl.config import Config, load_profile, parse_config, to_toml
+from anycostfl.config import Config, parse_config, profiles_of, to_toml
 from anycostfl.errors import AnycostError
 from anycostfl.fleet import draw_cohort
 from anycostfl.records import CONFIG, RunWriter, read_config, read_journal
 from anycostfl.rounds import charge
 from anycostfl.runs import Turns, keep, take_up
 from anycostfl.simulate import play
-from anycostfl.types import RoundRecord
+from anycostfl.types import Profile, RoundRecord
 
 Records = Sequence[RoundRecord]
 
@@ -238,12 +238,15 @@ def recost(records: Records, config: Config) -> Records | None:
     Methods that fix α and β train alike whatever the fleet, so heterogeneity changes only what they
     pay. Bytes stay as they were encoded.
     """
-    again = [_recost_round(record, config) for record in records]
+    profiles = profiles_of(config.fleet)
+    again = [_recost_round(record, config, profiles) for record in records]
     paid = [record for record in again if record is not None]
     return paid if len(paid) == len(again) else None
 
 
-def _recost_round(record: RoundRecord, config: Config) -> RoundRecord | None:
+def _recost_round(
+    record: RoundRecord, config: Config, profiles: Mapping[str, Profile]
+) -> RoundRecord | None:
     taking_part = [d.device for d in record.devices]
     if max(taking_part, default=0) >= config.fleet.devices:
         return None
@@ -254,7 +257,7 @@ def _recost_round(record: RoundRecord, config: Config) -> RoundRecord | None:
         seed=config.run.seed,
         round_index=record.round,
         samples=samples,
-        profiles={name: load_profile(name) for name in config.fleet.profiles},
+        profiles=profiles,
     )
     if taking_part != cohort.index.tolist():  # somebody was benched
         return None

@@ -185,6 +185,11 @@ def load_profile(name: str) -> Profile:
     )
 
 
+def profiles_of(fleet: FleetSpec) -> dict[str, Profile]:
+    """The device profiles that a fleet is made of, by name."""
+    return {name: load_profile(name) for name in fleet.profiles}
+
+
 def parse_config(text: str, source: str) -> Config:
     """A configuration from TOML text, such as `to_toml` writes."""
     try:

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from anycostfl import attacks
-from anycostfl.config import Config, load_profile
+from anycostfl.config import Config, profiles_of
 from anycostfl.fleet import choose, draw_cohort
 from anycostfl.methods import State
 from anycostfl.rounds import evaluate, is_due, receive
@@ -35,7 +35,7 @@ def play(config: Config, *, workers: int = 1, start: Snapshot | None = None) -> 
 def _play(server: Server, workers: int, memories: dict[int, State]) -> Turns:
     """Round after round."""
     config, side = server.config, server.side
-    profiles = {name: load_profile(name) for name in config.fleet.profiles}
+    profiles = profiles_of(config.fleet)
     everyone = range(config.fleet.devices)
     liars = attacks.liars(config.attack, config.fleet.devices, config.run.seed)
 

@@ -78,7 +78,7 @@ def _refuse_without_device(**budgets: float | None) -> None:
 
 
 def _plan_cohort(settings: config.Config, preset: str, seed: int, round_index: int) -> Planned:
-    profiles = {name: config.load_profile(name) for name in settings.fleet.profiles}
+    profiles = config.profiles_of(settings.fleet)
     cohort = fleet.draw_cohort(
         settings.fleet, seed=seed, round_index=round_index, profiles=profiles
     )

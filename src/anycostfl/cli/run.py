@@ -16,7 +16,7 @@ from anycostfl import methods
 from anycostfl.cli._console import emit_json, err, out, table
 from anycostfl.cli._flower import find_engine
 from anycostfl.cli._rounds import conclude, follow, free_folder, shown
-from anycostfl.config import Config, load_preset, to_toml
+from anycostfl.config import Config, load_preset, profiles_of, to_toml
 from anycostfl.data import DataMissing
 from anycostfl.errors import ConfigError
 from anycostfl.experiment import prepare, settle
@@ -115,9 +115,10 @@ def _show_plan(config: Config, *, json: bool) -> None:
     except DataMissing as error:
         err.print(f"[yellow]note:[/] {escape(str(error))}")
     method, seed = methods.load(config.run.method), config.run.seed
+    profiles = profiles_of(config.fleet)
     latency, energy, able = [], [], 0
     for number in range(min(20, config.run.rounds)):
-        cohort = draw_cohort(config.fleet, seed=seed, round_index=number)
+        cohort = draw_cohort(config.fleet, seed=seed, round_index=number, profiles=profiles)
         planned = method.plan(cohort.devices, config.workload, config.limits_of(config.run.method))
         latency.append(float(planned.latency_s.max()))
         energy.append(float(planned.energy_j.sum()))

@@ -67,12 +67,9 @@ def serve(
         config, writer, records = before.config, before.writer, before.records
         check_counts(config, wait_for, min_replies)
     else:
-        name = preset or "demo"
-        config = for_devices(load_preset(name, set_ or []))
+        config = for_devices(load_preset(preset or "demo", set_ or []))
         check_counts(config, wait_for, min_replies)
-        prepare(config)  # first: a start that fails leaves no folder behind
-        writer = RunWriter.create(out_dir or free_folder(Path(name).stem), to_toml(config))
-        records = []
+        writer, records = _begin(config, out_dir or free_folder(Path(preset or "demo").stem)), []
     terms = Terms(deadline_s, wait_for or config.fleet.cohort, min_replies, patience_s)
     serving = Serving(writer.folder, host, port, None if insecure else folder, terms)
     with open_link(serving) as link:
@@ -89,6 +86,11 @@ def serve(
         if not json:
             out.print(f"Stopped. Go on with: anycostfl serve --resume {writer.folder}")
         raise typer.Exit(130)
+
+
+def _begin(config: Config, folder: Path) -> RunWriter:
+    prepare(config)  # first: a start that fails leaves no folder behind
+    return RunWriter.create(folder, to_toml(config))
 
 
 def _check_keys(certificate: Path) -> None:

@@ -21,7 +21,7 @@ from flwr.app.user_config import UserConfig
 from flwr.clientapp import ClientApp
 from torch import Tensor
 
-from anycostfl.config import Config, load_profile, parse_config
+from anycostfl.config import Config, load_profile, parse_config, profiles_of
 from anycostfl.coupling import tensors_of
 from anycostfl.downlink import first_public, take_step
 from anycostfl.errors import AnycostError, ConfigError
@@ -139,7 +139,6 @@ class Device:
     setup: Setup
     config: Config
     side: DeviceSide
-    profiles: dict[str, Profile]
     text: str  # the experiment, as the server wrote it
 
     def offer(self, number: int, public: State) -> Offer:
@@ -203,7 +202,7 @@ class Device:
             seed=self.config.run.seed,
             round_index=number,
             samples=self._counts(),
-            profiles=self.profiles,
+            profiles=self._kinds(),
         )
         here = slice(self.setup.device, self.setup.device + 1)
         return float(fleet.distance_m[self.setup.device]), fleet.devices.take(here)
@@ -213,6 +212,16 @@ class Device:
         if self.setup.all_data:
             return np.full(self.config.fleet.devices, len(self.side.shared.train_labels))
         return self.side.sample_counts().numpy()
+
+    def _kinds(self) -> dict[str, Profile]:
+        """What the experiment's fleet is made of."""
+        fleet = self.config.fleet
+        if self.setup.own_files and (named := [n for n in fleet.profiles if n.endswith(".toml")]):
+            raise ConfigError(
+                [f"fleet.profiles: the server names files of its own, {', '.join(named)}; name "
+                 "what this device is with --profile"]
+            )  # fmt: skip
+        return profiles_of(fleet)
 
     def _own(self) -> tuple[float, Devices]:
         """As its owner describes it; distances do not matter where the rate is known."""
@@ -231,29 +240,28 @@ class Device:
 def open_device(table: UserConfig, ask: Ask) -> Device:
     """This device in the experiment that the server asks about."""
     setup = read_setup(table)
-    config, side, profiles = _ground(
+    config, side = _ground(
         ask.config, ask.scale, setup.data, whole=setup.all_data, own_files=setup.own_files
     )
     if not 0 <= setup.device < config.fleet.devices:
         raise ConfigError(
             [f"device: given {setup.device}, allowed 0 … {config.fleet.devices - 1} in this fleet"]
         )
-    return Device(setup, config, side, profiles, ask.config)
+    return Device(setup, config, side, ask.config)
 
 
 @lru_cache(maxsize=1)
 def _ground(
     text: str, scale: Scale | None, data: str, *, whole: bool, own_files: bool
-) -> tuple[Config, DeviceSide, dict[str, Profile]]:
-    """What stays the same from message to message: data, traced model, profiles."""
+) -> tuple[Config, DeviceSide]:
+    """What stays the same from message to message: data and traced model."""
     config = _with_data(parse_config(text, "the server's configuration"), data)
     if own_files and not data and (config.data.path or config.data.name.endswith(".npz")):
         raise ConfigError(
             [f"data: the server names a file of its own, {config.data.path or config.data.name}; "
              "name the data of this device with --data"]
         )  # fmt: skip
-    kinds = {name: load_profile(name) for name in config.fleet.profiles}
-    return config, prepare(config, scale, whole=whole), kinds
+    return config, prepare(config, scale, whole=whole)
 
 
 def _with_data(config: Config, data: str) -> Config:
