@@ -201,7 +201,7 @@ def judge(folder: Path, python: str | None) -> None:
             kept.write_text("".join(lines))
         tried = [json.loads(line) for line in kept.open()] if kept.exists() else []
         blocks = next((b for m, b in _updates.BLOCKS.items() if path.stem.startswith(m)), {})
-        rows = table(update, blocks, tried, repeat=1)
+        rows = table(update, blocks, tried, repeat=2)
         print(f"\n### {path.stem}", flush=True)
         show(rows, sum(tensor.numel() for tensor in update.values()))
         ours, theirs = ([r.error for r in rows if r.codec == c] for c in ("lowrank", "nncodec"))

@@ -90,5 +90,6 @@ def _problems(key: Path | None, trust: Path | None, *, insecure: bool) -> list[s
     return missing + [f"{n}: there is no file {p}" for n, p in given if p and not p.is_file()]
 
 
-def _leave(_signal: int, _frame: FrameType | None) -> None:
-    sys.exit(143)
+def _leave(number: int, _frame: FrameType | None) -> None:
+    signal.signal(number, signal.SIG_IGN)  # asked twice, it leaves once
+    sys.exit(128 + number)
