@@ -26,7 +26,6 @@ from anycostfl.compare import (
     lasted,
     make_case,
     make_row,
-    only_one,
     papers_rows,
     reached,
     recost,
@@ -35,7 +34,7 @@ from anycostfl.compare import (
     to_markdown,
 )
 from anycostfl.config import preset_names
-from anycostfl.records import read_journal
+from anycostfl.records import InUse, only_one, read_journal
 from anycostfl.types import DeviceRecord, RoundRecord
 from small_runs import small_config, small_overrides
 
@@ -120,6 +119,39 @@ def test_a_run_goes_on_only_as_it_began(tmp_path: Path) -> None:
     assert len(series.advance(make_case(longer, "anycostfl", 0.05, 0), lasted(2))) == 2
 
 
+def test_a_run_does_not_go_on_with_another_method_of_the_same_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    own = tmp_path / "mine" / "methods" / "fedavg.py"
+    own.parent.mkdir(parents=True)
+    own.write_text("one = 1")
+    monkeypatch.setenv("ANYCOSTFL_PATH", str(tmp_path / "mine"))
+    series = Series(tmp_path / "all", 1, nobody)
+    case = make_case(small_config(tmp_path), "fedavg", 0.05, 0)
+    first = series.advance(case, lasted(1))
+    assert series.advance(case, lasted(1)) == tuple(first)
+    own.write_text("two = 2")
+    with pytest.raises(CannotCompare, match=r"another methods/fedavg\.py"):
+        series.advance(case, lasted(1))
+
+
+def test_how_long_a_run_is_to_go_on_does_not_show_in_its_rounds(tmp_path: Path) -> None:
+    def rounds(folder: str, *more: str) -> Records:
+        config = small_config(tmp_path, "run.method=uveqfed", *more)
+        return Series(tmp_path / folder, 1, nobody).advance(Case("one", config), lasted(2))
+
+    short = rounds("short", "run.rounds=2")
+    assert rounds("long", "run.rounds=9", "run.checkpoint_every=3", "summary=else") == short
+
+
+def test_whoever_was_benched_cannot_be_paid_again(tmp_path: Path) -> None:
+    config = make_case(small_config(tmp_path), "stc", 0.05, 0).config
+    records = Series(tmp_path / "all", 1, nobody).advance(Case("stc", config), lasted(1))
+    away = replace(records[0].devices[0], status="benched: until round 9", samples=0)
+    changed = replace(records[0], devices=(away, *records[0].devices[1:]))
+    assert recost([changed], config) is None
+
+
 def test_the_best_rate_wins(tmp_path: Path) -> None:
     series = Series(tmp_path / "all", 1, nobody, rates=[1e-9, 0.05, 50.0], trial=4)
     config = small_config(tmp_path)
@@ -152,7 +184,7 @@ def test_larger_rates_are_tried_while_the_largest_is_the_best(tmp_path: Path) ->
 def test_only_one_process_works_on_a_folder(tmp_path: Path) -> None:
     with (
         only_one(tmp_path),
-        pytest.raises(CannotCompare, match=str(os.getpid())),
+        pytest.raises(InUse, match=str(os.getpid())),
         only_one(tmp_path),
     ):
         pass

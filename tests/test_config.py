@@ -199,6 +199,15 @@ def test_a_base_may_have_a_base_beside_it(tmp_path: Path) -> None:
     assert mine == replace(base, run=replace(base.run, seed=5, rounds=7))
 
 
+VARIANT = "anycostfl/without-ems"
+
+
+def test_methods_of_any_name_have_rates_that_read_back() -> None:
+    asked = config.load_preset("demo", ["rates.anycostfl+=0.02", f"rates.{VARIANT}=0.03"])
+    assert config.parse_config(config.to_toml(asked), "here") == asked
+    assert asked.rates[VARIANT] == 0.03
+
+
 def test_bases_in_a_circle_and_missing_files_are_named(tmp_path: Path) -> None:
     (tmp_path / "a.toml").write_text('base = "b.toml"\n')
     (tmp_path / "b.toml").write_text('base = "a.toml"\n')

@@ -50,6 +50,16 @@ def test_damaged_idx_files_are_refused(damaged: bytes) -> None:
         data.read_idx(damaged)
 
 
+def test_a_folder_that_lacks_a_file_or_has_half_of_one_says_so(tmp_path: Path) -> None:
+    images, whole = tmp_path / "train-images-idx3-ubyte.gz", gzip.compress(idx((2, 3), bytes(6)))
+    images.write_bytes(whole[:-9])
+    with pytest.raises(ConfigError, match="train-images-idx3"):
+        data.load("fashion-mnist", str(tmp_path))
+    images.write_bytes(whole)
+    with pytest.raises(ConfigError, match="train-labels-idx1"):
+        data.load("fashion-mnist", str(tmp_path))
+
+
 def test_original_cifar_batches_are_read(tmp_path: Path) -> None:
     random = np.random.default_rng(0)
     for name in [*(f"data_batch_{i}.bin" for i in range(1, 6)), "test_batch.bin"]:

@@ -67,6 +67,19 @@ def test_devices_that_take_the_steps_hold_what_the_server_thinks_they_hold() -> 
         assert all(torch.equal(held[n], t) for n, t in there.items())
 
 
+def test_a_part_that_is_not_trained_is_public_too() -> None:
+    model = net()
+    first = next(iter(model.module.parameters()))
+    first.requires_grad_(False)
+    try:
+        public = first_public(model.module)
+        _, public = make_step(model, public, model.sort_channels(), 0.5, WHERE)
+        with showing(model, public):
+            assert torch.equal(first, public["0.weight"])
+    finally:
+        first.requires_grad_(True)
+
+
 def test_what_a_step_loses_goes_with_a_later_one() -> None:
     model = net()
     public = first_public(model.module)

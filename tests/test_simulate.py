@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -19,7 +21,7 @@ from anycostfl.runs import Turn, check_engine, keep, take_up
 from anycostfl.server import Server
 from anycostfl.simulate import play
 from anycostfl.workers import DeviceSide, Job, Purpose, Reply, draw_seed
-from small_runs import small_config
+from small_runs import small_config, small_overrides
 
 
 def final(turns: list[Turn]) -> dict[str, torch.Tensor]:
@@ -48,6 +50,47 @@ KINDS = [
 def test_the_number_of_workers_changes_nothing(tmp_path: Path, kind: tuple[str, ...]) -> None:
     config = small_config(tmp_path, *kind, "run.rounds=3")
     assert same(list(play(config, workers=1)), list(play(config, workers=2)))
+
+
+def open_files() -> int:
+    return len(list(Path("/proc/self/fd").iterdir()))
+
+
+def test_what_devices_remember_holds_no_file_open(tmp_path: Path) -> None:
+    config = small_config(tmp_path, "run.method=stc", "run.rounds=3")
+    turns = play(config, workers=2)
+    next(turns)
+    after_one = open_files()
+    remembered = len(next(turns).after.memories)
+    assert remembered > 4  # in one round, four devices take part
+    assert open_files() == after_one
+    turns.close()
+
+
+def test_a_mistake_in_a_worker_is_told_with_its_place(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    broken = tmp_path / "mine" / "methods" / "broken.py"
+    broken.parent.mkdir(parents=True)
+    broken.write_text(
+        "from dataclasses import replace\n"
+        "from anycostfl.methods import load\n"
+        "def encode(update, upload):\n"
+        "    return {}['nothing']\n"
+        "METHOD = replace(load('fedavg'), encode=encode)\n"
+    )
+    monkeypatch.setenv("ANYCOSTFL_PATH", str(tmp_path / "mine"))
+    where = [f"--set={change}" for change in small_overrides(tmp_path, "run.method=broken")]
+    done = subprocess.run(
+        [sys.executable, "-m", "anycostfl", "run", "--workers=2", "--out=a-run", *where],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 2
+    assert "broken.py" in done.stderr
+    assert "KeyError: 'nothing'" in done.stderr
 
 
 def test_the_seed_decides_everything(tmp_path: Path) -> None:

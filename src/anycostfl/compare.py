@@ -8,25 +8,23 @@ and rows a table beside the paper's.
 from __future__ import annotations
 
 import csv
-import fcntl
 import io
 import math
-import os
 import statistics
 import tomllib
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import astuple, dataclass, fields, replace
 from importlib import resources
 from pathlib import Path
 
 import numpy as np
 
-from anycostfl import methods
-from anycostfl.config import Config, parse_config, profiles_of, to_toml
+from anycostfl import methods, models
+from anycostfl.config import Config, experiment, parse_config, profiles_of, to_toml
 from anycostfl.errors import AnycostError
 from anycostfl.fleet import draw_cohort
-from anycostfl.records import CONFIG, RunWriter, read_config, read_journal
+from anycostfl.records import CONFIG, RunWriter, read_config, read_journal, read_own_files
+from anycostfl.registry import own_files
 from anycostfl.rounds import charge
 from anycostfl.runs import Turns, keep, take_up
 from anycostfl.simulate import play
@@ -36,7 +34,7 @@ Records = Sequence[RoundRecord]
 
 
 class CannotCompare(AnycostError):  # noqa: N818 - reads as what happened
-    """Runs that do not belong together, or a folder that another process works on."""
+    """Runs that do not belong together."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,16 +146,15 @@ def _open(case: Case, home: Path, workers: int) -> tuple[list[RoundRecord], Turn
 
 def _check_same(case: Case, home: Path) -> None:
     """A run counts only as the experiment it began as, though perhaps with another end."""
-    before, now = parse_config(read_config(home), str(home)), case.config
-    ending = replace(
-        before.run,
-        rounds=now.run.rounds,
-        target_accuracy=now.run.target_accuracy,
-        checkpoint_every=now.run.checkpoint_every,
-    )
-    if to_toml(replace(before, run=ending, summary=now.summary)) != to_toml(now):
+    before = parse_config(read_config(home), str(home))
+    then, now = read_own_files(home), own_files()
+    files = (methods.file_of(case.method), models.file_of(case.config.model.name))
+    changed = [f"another {file}" for file in files if then.get(file) != now.get(file)]
+    if experiment(before) != experiment(case.config):
+        changed.append("other settings")
+    if changed:
         raise CannotCompare(
-            f"{case.name} was begun with other settings; choose another --out, or remove it"
+            f"{case.name} was begun with {changed[0]}; choose another --out, or remove it"
         )
 
 
@@ -179,24 +176,6 @@ def score(records: Records, rounds: int) -> float:
         if r.accuracy is not None and r.round >= 0.75 * rounds - 1
     ]
     return statistics.fmean(late) if late else 0.0
-
-
-@contextmanager
-def only_one(folder: Path) -> Iterator[None]:
-    """Keep a second process away from a folder of runs."""
-    folder.mkdir(parents=True, exist_ok=True)
-    with (folder / "lock").open("a+") as lock:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError as error:
-            lock.seek(0)
-            raise CannotCompare(
-                f"process {lock.read() or '?'} is working on {folder}; wait for it or stop it"
-            ) from error
-        lock.truncate(0)
-        lock.write(str(os.getpid()))
-        lock.flush()
-        yield
 
 
 # --- costs ----------------------------------------------------------------------------------------
@@ -248,7 +227,8 @@ def _recost_round(
     record: RoundRecord, config: Config, profiles: Mapping[str, Profile]
 ) -> RoundRecord | None:
     taking_part = [d.device for d in record.devices]
-    if max(taking_part, default=0) >= config.fleet.devices:
+    benched = any(d.status.startswith("benched") for d in record.devices)
+    if benched or max(taking_part, default=0) >= config.fleet.devices:
         return None
     samples = np.ones(config.fleet.devices)
     samples[taking_part] = [d.samples for d in record.devices]
@@ -259,7 +239,7 @@ def _recost_round(
         samples=samples,
         profiles=profiles,
     )
-    if taking_part != cohort.index.tolist():  # somebody was benched
+    if taking_part != cohort.index.tolist():
         return None
     method, limits = methods.load(config.run.method), config.limits_of(config.run.method)
     planned = method.plan(cohort.devices, config.workload, limits)
@@ -342,18 +322,19 @@ def as_cells(rows: Sequence[Row], preset: str) -> list[list[str]]:
                 row.label,
                 f"{row.rate:g}",
                 str(row.seeds),
-                *_cost_cells(row, base),
+                *(_cost_cells(row.cost, base) if row.cost else [f"not in {row.rounds}", *"––––"]),
                 f"{'' if row.whole else '≥ '}{100 * row.best:.2f}{spread}",
             ]
         )
         if row.label in paper:
-            cells.append(_paper_cells(paper[row.label], paper["anycostfl"]))
+            *costs, best, std = paper[row.label]
+            figures = _cost_cells(Cost(*costs), Cost(*paper["anycostfl"][:-2]))
+            cells.append(["  paper", "", "3", *figures, f"{best:.2f} ± {std:.2f}"])
     return cells
 
 
-def _cost_cells(row: Row, base: Cost | None) -> list[str]:
-    if row.cost is None:
-        return [f"not in {row.rounds}", "–", "–", "–", "–"]
+def _cost_cells(cost: Cost, base: Cost | None) -> list[str]:
+    """Every figure, and its ratio to the base where that has one."""
     texts = []
     for name, digits in (
         ("rounds", 0),
@@ -362,25 +343,10 @@ def _cost_cells(row: Row, base: Cost | None) -> list[str]:
         ("tflops", 1),
         ("gigabytes", 3),
     ):
-        value = getattr(row.cost, name)
-        ratio = f" ({value / getattr(base, name):.2f}×)" if base else ""
+        value, beside = getattr(cost, name), getattr(base, name, 0)
+        ratio = f" ({value / beside:.2f}×)" if beside else ""
         texts.append(f"{value:.{digits}f}{ratio}")
     return texts
-
-
-def _paper_cells(values: Sequence[float], base: Sequence[float]) -> list[str]:
-    rounds, energy, latency, flops, gigabytes, best, std = values
-    return [
-        "  paper",
-        "",
-        "3",
-        f"{rounds:.0f} ({rounds / base[0]:.2f}×)",
-        f"{energy:.2f} ({energy / base[1]:.2f}×)",
-        f"{latency:.2f} ({latency / base[2]:.2f}×)",
-        f"{flops:.1f} ({flops / base[3]:.2f}×)",
-        f"{gigabytes:.3f} ({gigabytes / base[4]:.2f}×)",
-        f"{best:.2f} ± {std:.2f}",
-    ]
 
 
 def to_markdown(header: Sequence[str], cells: Sequence[Sequence[str]]) -> str:

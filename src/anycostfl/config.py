@@ -10,6 +10,7 @@ from __future__ import annotations
 import difflib
 import functools
 import json
+import re
 import tomllib
 import types
 from collections.abc import Hashable, Mapping, Sequence
@@ -205,8 +206,19 @@ def to_toml(config: Config) -> str:
         lines += ["", f"[{section}]"]
         record = getattr(config, section)
         values = record if isinstance(record, Mapping) else asdict(record)
-        lines += [f"{k} = {toml_value(v)}" for k, v in values.items() if v is not None]
+        lines += [f"{_key(k)} = {toml_value(v)}" for k, v in values.items() if v is not None]
     return "\n".join(lines) + "\n"
+
+
+def _key(name: str) -> str:
+    """A key as TOML writes it: methods may be called anycostfl+."""
+    return name if re.fullmatch(r"[A-Za-z0-9_-]+", name) else json.dumps(name, ensure_ascii=False)
+
+
+def experiment(config: Config) -> str:
+    """What decides the rounds of a run: all but its title, its end, and how often it is saved."""
+    run = replace(config.run, rounds=1, target_accuracy=1.0, checkpoint_every=1)
+    return to_toml(replace(config, summary="", run=run))
 
 
 def toml_value(value: str | bool | float | tuple[str, ...]) -> str:

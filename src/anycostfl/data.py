@@ -142,9 +142,15 @@ def _read_fashion_mnist(path: str) -> tuple[Part, Part]:
 
 
 def _read_idx_folder(folder: Traversable) -> tuple[Part, Part]:
+    def read(name: str) -> Images:
+        try:
+            return read_idx(folder.joinpath(name).read_bytes())
+        except (OSError, EOFError, zlib.error) as error:  # missing, or not whole
+            raise ConfigError([f"data: {folder.joinpath(name)} cannot be read: {error}"]) from error
+
     def part(name: str) -> Part:
-        images = read_idx(folder.joinpath(f"{name}-images-idx3-ubyte.gz").read_bytes())
-        labels = read_idx(folder.joinpath(f"{name}-labels-idx1-ubyte.gz").read_bytes())
+        images = read(f"{name}-images-idx3-ubyte.gz")
+        labels = read(f"{name}-labels-idx1-ubyte.gz")
         if len(images) != len(labels):
             raise ConfigError([f"{name}: {len(images)} images but {len(labels)} labels"])
         return images, labels.astype(np.int64)

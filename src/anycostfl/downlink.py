@@ -46,8 +46,8 @@ class Step:
 
 
 def first_public(module: nn.Module) -> dict[str, Tensor]:
-    """The public model before the first round: whatever is trained, as it is."""
-    return {n: p.detach().clone() for n, p in module.named_parameters() if p.requires_grad}
+    """The public model before the first round: every parameter, as it is."""
+    return {name: p.detach().clone() for name, p in module.named_parameters()}
 
 
 def check_share(share: float, public: State) -> None:

@@ -113,11 +113,13 @@ def fixed_strategies(
     alpha: FloatArray,
     beta: FloatArray,
     frequency_hz: FloatArray | None = None,
+    limits: Limits | None = None,
 ) -> Strategies:
     """Given α and β, the slowest clock that meets the latency budget, unless one is given.
 
     For methods that know no budgets: nobody sits out, energy is what it costs, and a device too
-    slow for the latency budget (or whose upload alone breaks it) is late.
+    slow for the latency budget (or whose upload alone breaks it) is late. The limits say which
+    codec the upload is worth something with, and what α and β are close to.
     """
     cycles = cost.sub_model_cycles(devices, workload, alpha)
     upload = cost.upload_time_s(alpha, beta, workload.size_bits, devices.rate_bps)
@@ -126,7 +128,12 @@ def fixed_strategies(
     frequency = _clip_frequency(_pose(devices, workload), wanted)
     everyone = np.ones(len(devices), np.bool_)
     return _describe(
-        devices, workload, Limits(), (alpha, beta, frequency), shown=everyone, feasible=everyone
+        devices,
+        workload,
+        limits or Limits(),
+        (alpha, beta, frequency),
+        shown=everyone,
+        feasible=everyone,
     )
 
 

@@ -1,13 +1,14 @@
 """A run directory: what was asked, where it ran, what happened, and where to go on.
 
     config.toml          the resolved configuration; `anycostfl run config.toml` repeats the run
-    environment.json     versions, machine, command
+    environment.json     versions, machine, command, checksums of own methods and models
     rounds.jsonl         one round per line, the same bytes whenever the run is repeated
     rounds.copy.jsonl    the same once more, for lines that get damaged
     timing.jsonl         wall seconds per round, which are not
     checkpoint-N.safetensors   the global state, its velocity and all memories after N rounds
     widths.json          accuracy and cost of sub-models, if they were measured
     report.html          a page that shows all this, written by `anycostfl.report`
+    lock                 held by whoever plays the run; inside: its process
 
 A checkpoint is written beside its place and renamed into it, after the journal has reached the
 disk. So at any moment, even during a power cut, the newest checkpoint is whole and the journal
@@ -19,6 +20,7 @@ count as one of the two that are kept. No clock decides anything here.
 from __future__ import annotations
 
 import dataclasses
+import fcntl
 import json
 import os
 import platform
@@ -40,19 +42,26 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from anycostfl.errors import AnycostError
+from anycostfl.registry import own_files
 from anycostfl.types import DeviceRecord, RoundRecord
 
 CONFIG, ENVIRONMENT = "config.toml", "environment.json"
 STATES = {"model": "state", "velocity": "velocity", "public": "public", "moved": "moved"}
 JOURNAL, COPY, TIMING = "rounds.jsonl", "rounds.copy.jsonl", "timing.jsonl"
 WIDTHS, PAGE = "widths.json", "report.html"
+LOCK = "lock"
 KEPT_CHECKPOINTS = 2
+LEAVING_S = 2.0  # for another process to leave a folder
 
 State = Mapping[str, Tensor]
 
 
 class StorageError(AnycostError, OSError):
     """A run directory that cannot be written or read; says what is still intact."""
+
+
+class InUse(AnycostError):  # noqa: N818 - reads as what happened
+    """A folder that another process works on."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -143,6 +152,32 @@ class RunWriter:
                 old.unlink()
 
 
+@contextmanager
+def only_one(folder: Path) -> Iterator[None]:
+    """Keep other processes away from a folder; the lock goes when this one does, however it ends.
+
+    Whoever is on the way out gets a moment to leave.
+    """
+    with (folder / LOCK).open("a+") as lock:
+        until = time.monotonic() + LEAVING_S
+        while True:
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except OSError as error:
+                if time.monotonic() > until:
+                    lock.seek(0)
+                    who = lock.read() or "?"
+                    raise InUse(
+                        f"process {who} is working on {folder}; wait for it or stop it"
+                    ) from error
+            time.sleep(0.1)
+        lock.truncate(0)
+        lock.write(str(os.getpid()))
+        lock.flush()
+        yield
+
+
 def checkpoints(folder: Path) -> list[Path]:
     """All checkpoints of a run, newest first."""
     found = [p for p in folder.glob("checkpoint-*.safetensors") if _rounds_of(p) is not None]
@@ -155,7 +190,7 @@ def open_run(folder: Path) -> tuple[SavedRun, RunWriter]:
     rounds = saved.checkpoint.rounds if saved.checkpoint else 0
     kept = saved.records[:rounds]
     lines = "".join(json.dumps(dataclasses.asdict(record)) + "\n" for record in kept)
-    with _said(folder):
+    with only_one(folder), _said(folder):
         write_whole(folder / COPY, lines.encode())
         write_whole(folder / JOURNAL, lines.encode())
         for left in folder.glob("*.part"):
@@ -347,7 +382,17 @@ def environment() -> dict[str, object]:
         "cores": os.cpu_count(),
         "torch_cpu_capability": torch.backends.cpu.get_cpu_capability(),
         "command": sys.argv,
+        "own_files": own_files(),
     }
+
+
+def read_own_files(folder: Path) -> dict[str, str]:
+    """The SHA-256 of the user's own methods and models when a run began, as far as it is known."""
+    try:
+        kept = json.loads((folder / ENVIRONMENT).read_text()).get("own_files", {})
+    except (OSError, ValueError, AttributeError):
+        return {}
+    return kept if isinstance(kept, dict) else {}
 
 
 def _append(path: Path, line: str) -> None:

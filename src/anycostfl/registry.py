@@ -7,6 +7,7 @@ device run a file that its owner did not put there.
 
 from __future__ import annotations
 
+import hashlib
 import importlib
 import os
 import pkgutil
@@ -17,12 +18,22 @@ from types import ModuleType
 from anycostfl.errors import UnknownName
 
 VARIABLE = "ANYCOSTFL_PATH"
+KINDS = ("methods", "models")
 
 
 def own_folders(kind: str) -> list[str]:
     """Where a user's own methods or models lie, after the package's."""
     given = os.environ.get(VARIABLE, "").split(os.pathsep)
     return [str(Path(folder, kind).resolve()) for folder in given if folder]
+
+
+def own_files() -> dict[str, str]:
+    """The SHA-256 of the user's own files, such as methods/mine.py; the first of a name counts."""
+    found: dict[str, str] = {}
+    for kind in KINDS:
+        for path in (path for folder in own_folders(kind) for path in Path(folder).glob("*.py")):
+            found.setdefault(f"{kind}/{path.name}", hashlib.sha256(path.read_bytes()).hexdigest())
+    return found
 
 
 def modules_in(folders: Sequence[str]) -> list[str]:

@@ -7,7 +7,7 @@ checkpoints, `take_up` says where an earlier run stopped.
 from __future__ import annotations
 
 from collections.abc import Generator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 
 from anycostfl import methods
@@ -15,7 +15,7 @@ from anycostfl.config import Config, parse_config
 from anycostfl.downlink import Ledger, ledger_of
 from anycostfl.errors import AnycostError
 from anycostfl.gate import Bench, bench_of
-from anycostfl.records import Checkpoint, RunWriter, open_run
+from anycostfl.records import Checkpoint, RunWriter, only_one, open_run
 from anycostfl.types import RoundRecord
 
 
@@ -77,16 +77,9 @@ def take_up(folder: Path) -> Stopped:
     config, point = parse_config(saved.config, str(folder)), saved.checkpoint
     start = None
     if point is not None:
-        start = Snapshot(
-            point.rounds,
-            point.state,
-            point.memories,
-            point.velocity,
-            point.public,
-            point.moved,
-            bench_of(saved.records, config.gate),
-            ledger_of(saved.records),
-        )
+        kept = {item.name: getattr(point, item.name) for item in fields(point)}
+        bench, ledger = bench_of(saved.records, config.gate), ledger_of(saved.records)
+        start = Snapshot(**kept, bench=bench, ledger=ledger)
     return Stopped(
         config=config,
         records=list(saved.records),
@@ -100,14 +93,15 @@ def keep(turns: Turns, config: Config, writer: RunWriter) -> Turns:
     """Hand on each turn after journalling it; save checkpoints when due, and when stopped early."""
     latest, saved = None, 0
     try:
-        for turn in turns:
-            latest = turn.after
-            writer.append(turn.record)
-            done = latest.rounds
-            if done % config.run.checkpoint_every == 0 or done == config.run.rounds:
-                writer.checkpoint(latest)
-                saved = done
-            yield turn
+        with only_one(writer.folder):
+            for turn in turns:
+                writer.append(turn.record)
+                latest = turn.after
+                done = latest.rounds
+                if done % config.run.checkpoint_every == 0 or done == config.run.rounds:
+                    writer.checkpoint(latest)
+                    saved = done
+                yield turn
     except (KeyboardInterrupt, GeneratorExit):
         turns.close()
         if latest is not None and latest.rounds > saved:

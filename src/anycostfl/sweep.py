@@ -31,6 +31,7 @@ from anycostfl.compare import (
 )
 from anycostfl.config import Config
 from anycostfl.export import accuracy_of, cut, open_trained
+from anycostfl.records import checkpoints
 
 KINDS = ("ablation", "compute", "radio", "widths", "attacks")
 SPREADS: Mapping[str, Sequence[float]] = {
@@ -97,21 +98,24 @@ def widths(series: Series, config: Config, names: Sequence[str]) -> dict[str, li
     found = {}
     for name in names:
         case = _best_case(series, config, name)
-        if series.advance(case, lasted(config.run.rounds)):
-            trained = open_trained(series.folder / case.name)
+        home = series.folder / case.name
+        if series.advance(case, lasted(config.run.rounds)) and checkpoints(home):
+            trained = open_trained(home)
             found[name] = [accuracy_of(trained, cut(trained, alpha)) for alpha in WIDTHS]
     return found
 
 
 def attacks(series: Series, config: Config) -> dict[str, dict[str, float | None]]:
-    """Accuracy with liars of every kind, and with none, by defence; None where nothing was played.
+    """Accuracy with liars of every kind, and with none, by defence; None where rounds are missing.
 
     It is the mean over the last quarter of the rounds. The defence is the configuration's, if it
-    has one of its own, else `DEFENCE`.
+    has one of its own, else `DEFENCE`; both sides take the same steps.
     """
+    rules = config.aggregation
+    usual = _defended_as(Rules(), rules) == rules
     defences = {
-        "open": OPEN,
-        "defended": DEFENCE if config.aggregation == Rules() else config.aggregation,
+        "open": _defended_as(OPEN, rules),
+        "defended": _defended_as(DEFENCE, rules) if usual else rules,
     }
     plain = make_case(config, config.run.method, config.training.learning_rate, config.run.seed)
     found: dict[str, dict[str, float | None]] = {}
@@ -122,5 +126,11 @@ def attacks(series: Series, config: Config) -> dict[str, dict[str, float | None]
             changed = replace(plain.config, attack=attack, aggregation=rules)
             case = Case(f"{plain.name}-attack-{kind}-{name}", changed)
             records = series.advance(case, lasted(config.run.rounds))
-            found[kind][name] = score(records, config.run.rounds) if records else None
+            whole = len(records) >= config.run.rounds
+            found[kind][name] = score(records, config.run.rounds) if whole else None
     return found
+
+
+def _defended_as(defence: Rules, rules: Rules) -> Rules:
+    """These rules with another's defence: what is believed, not how far it is followed."""
+    return replace(defence, step=rules.step, momentum=rules.momentum)

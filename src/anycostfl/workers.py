@@ -12,9 +12,10 @@ import contextlib
 import enum
 import multiprocessing
 import signal
-from collections.abc import Iterator, Mapping, Sequence
+import traceback
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields, replace
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from typing import Any, Protocol
@@ -38,6 +39,10 @@ TEST_CHUNK = 1000
 
 class WorkerDied(AnycostError):  # noqa: N818 - reads as what happened
     """A process of the pool is gone."""
+
+
+class WorkerFailed(AnycostError):  # noqa: N818 - reads as what happened
+    """What a process of the pool could not do, in its own words."""
 
 
 class Purpose(enum.IntEnum):
@@ -223,9 +228,7 @@ class InProcess:
 
     def correct(self) -> int:
         """How many of all test images the global model classifies rightly."""
-        return sum(
-            map(self._side.correct, range(0, len(self._side.shared.test_labels), TEST_CHUNK))
-        )
+        return sum(map(self._side.correct, self._side.test_chunks()))
 
 
 class Pool:
@@ -277,7 +280,7 @@ class Pool:
                 for pipe in self._pipes:
                     if waiting and pipe not in busy:
                         busy[pipe] = waiting.pop()
-                        self._send(pipe, (task, arguments[busy[pipe]]))
+                        self._send(pipe, task, arguments[busy[pipe]])
                 for pipe in self._ready(list(busy)):
                     results[busy.pop(pipe)] = self._receive(pipe)
             yield results.pop(wanted)
@@ -286,20 +289,20 @@ class Pool:
         """Wait until some of these pipes have something to say, if only that they broke."""
         return [pipe for pipe in wait(pipes) if isinstance(pipe, Connection)]
 
-    def _send(self, pipe: Connection, request: tuple[str, Any]) -> None:
+    def _send(self, pipe: Connection, task: str, argument: Any) -> None:
         try:
-            pipe.send(request)
+            pipe.send((task, _with(Tensor.numpy, argument)))
         except OSError as error:
             raise self._died(pipe) from error
 
     def _receive(self, pipe: Connection) -> Any:
         try:
-            result = pipe.recv()
+            result, failure = pipe.recv()
         except (EOFError, OSError) as error:
             raise self._died(pipe) from error
-        if isinstance(result, Exception):
-            raise result
-        return result
+        if failure:
+            raise WorkerFailed(failure)
+        return _with(torch.from_numpy, result)
 
     def _died(self, pipe: Connection) -> WorkerDied:
         process = self._pipes[pipe]
@@ -321,11 +324,29 @@ def _serve(pipe: Connection, shared: Shared) -> None:
     with contextlib.suppress(EOFError, BrokenPipeError):  # the server is gone, and so are we
         while True:
             task, argument = pipe.recv()
+            result, failure = None, ""
             try:
-                result = getattr(side, task)(argument)
-            except Exception as error:
-                result = error
-            pipe.send(result)
+                result = getattr(side, task)(_with(torch.from_numpy, argument))
+            except AnycostError as error:
+                failure = str(error)
+            except Exception:
+                failure = traceback.format_exc()
+            pipe.send((_with(Tensor.numpy, result), failure))
+
+
+def _with(convert: Callable[[Any], Any], message: Any) -> Any:
+    """A job or reply with every tensor converted, to an array for its way through a pipe and back.
+
+    A tensor would go as shared memory and hold a file open on both sides for as long as it lives.
+    """
+    if not isinstance(message, Job | Reply):
+        return message
+    states: dict[str, Any] = {
+        item.name: {name: convert(value) for name, value in state.items()}
+        for item in fields(message)
+        if isinstance(state := getattr(message, item.name), Mapping)
+    }
+    return replace(message, **states)
 
 
 @contextmanager

@@ -13,10 +13,11 @@ import typer
 
 from anycostfl.cli._console import err, out, table
 from anycostfl.cli.run import check_workers
-from anycostfl.compare import CannotCompare, Case, Records, Series, only_one
+from anycostfl.compare import CannotCompare, Case, Records, Series
 from anycostfl.config import Config, load_preset
 from anycostfl.errors import ConfigError
 from anycostfl.experiment import settle
+from anycostfl.records import only_one
 
 EVERY = 10  # rounds between two lines of progress
 
@@ -94,6 +95,7 @@ def working_on(series: Series) -> Iterator[None]:
     if not series.play and not folder.is_dir():
         raise CannotCompare(f"there are no runs in {folder} yet; without --show they are played")
     try:
+        folder.mkdir(parents=True, exist_ok=True)
         with only_one(folder) if series.play else nullcontext():
             yield
     except KeyboardInterrupt:

@@ -32,7 +32,6 @@ from anycostfl.cli._series import (
 )
 from anycostfl.compare import (
     HEADER,
-    CannotCompare,
     Enough,
     Records,
     Series,
@@ -44,8 +43,8 @@ from anycostfl.compare import (
     to_csv,
     to_markdown,
 )
-from anycostfl.config import Config
-from anycostfl.errors import ConfigError, MissingExtra
+from anycostfl.config import Config, load_preset, preset_names
+from anycostfl.errors import AnycostError, ConfigError, MissingExtra
 from anycostfl.report import draw_curves
 
 
@@ -90,12 +89,12 @@ def compare(
         found = {m: _runs_of(series, config, m, seeds, enough) for m in chosen}
     there = replace(series, play=False)
     for method in set(methods.names()) - set(chosen):  # of earlier commands, for the same table
-        with suppress(CannotCompare):  # other settings, another table
+        with suppress(AnycostError):  # other settings, another table; or damaged
             found[method] = _runs_of(there, config, method, seeds, enough)
     order = [m for m in (*methods.names(), *chosen) if found.get(m)]
     rows = [make_row(method, found[method], goal) for method in dict.fromkeys(order)]
     curves = {row.label: list(found[row.label][0][1]) for row in rows}
-    cells = as_cells(rows, name)
+    cells = as_cells(rows, _papers(preset, goal))
     stem = folder / ("tuned" if len(series.rates) > 1 else "results")
     stem.with_suffix(".md").write_text(to_markdown(HEADER, cells))
     stem.with_suffix(".csv").write_text(to_csv(rows))
@@ -106,6 +105,12 @@ def compare(
         return
     show(f"{config.summary or name}: cost to {100 * goal:g} %", HEADER, cells)
     out.print(f"Everything is in {folder}: {stem.name}.md, .csv and .png, and one folder a run")
+
+
+def _papers(preset: str, goal: float) -> str:
+    """The paper's experiment of that name, if it went for the same goal; else none."""
+    same = preset in preset_names() and load_preset(preset).run.target_accuracy == goal
+    return preset if same else ""
 
 
 def _runs_of(

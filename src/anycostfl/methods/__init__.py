@@ -100,5 +100,14 @@ def load(name: str) -> Method:
     return known[variant]
 
 
+def file_of(name: str) -> str:
+    """The file of a method, in the package or in a folder of one's own."""
+    return f"methods/{_module_name(name)}.py"
+
+
 def _module(name: str) -> ModuleType:
-    return load_file(__name__, name.replace("+", "_plus"), "METHOD")
+    return load_file(__name__, _module_name(name), "METHOD")
+
+
+def _module_name(name: str) -> str:
+    return name.partition("/")[0].replace("+", "_plus")

@@ -50,7 +50,8 @@ def plan_full_width(devices: Devices, workload: Workload, limits: Limits) -> Str
     """The planned upload of everyone, but full models."""
     planned = plan_strategies(devices, workload, limits)
     share = np.where(planned.feasible, planned.alpha * planned.beta, limits.beta_min)
-    return fixed_strategies(devices, workload, alpha=np.ones(len(devices)), beta=share)
+    everyone = np.ones(len(devices))
+    return fixed_strategies(devices, workload, alpha=everyone, beta=share, limits=limits)
 
 
 def plan_uncompressed(devices: Devices, workload: Workload, limits: Limits) -> Strategies:

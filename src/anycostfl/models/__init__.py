@@ -19,3 +19,8 @@ def load(name: str) -> ModelSpec:
         raise unknown("model", name, names())
     spec: ModelSpec = load_file(__name__, name, "MODEL").MODEL
     return spec
+
+
+def file_of(name: str) -> str:
+    """The file of an architecture, in the package or in a folder of one's own."""
+    return f"models/{name}.py"
