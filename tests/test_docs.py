@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import importlib
 import re
+from dataclasses import fields, is_dataclass
 from functools import reduce
 from pathlib import Path
-from typing import Any
+from typing import Any, get_type_hints
 
 import pytest
 import torch
 from torch import nn
 
-from anycostfl import ElasticModel, models, save_elastic
+from anycostfl import ElasticModel, config, methods, models, save_elastic
+from anycostfl.attacks import LIES
+from anycostfl.config import Config
+from anycostfl.types import DeviceRecord
 from small_runs import small_overrides
 
 ROOT = Path(__file__).parents[1]
@@ -49,6 +53,29 @@ def test_make_targets_named_in_the_readme_exist() -> None:
     targets = set(re.findall(r"^([a-z]+):", (ROOT / "Makefile").read_text(), re.M))
     assert named
     assert named <= targets
+
+
+def test_the_configuration_document_has_every_key_and_no_other() -> None:
+    text = (ROOT / "docs/configuration.md").read_text()
+    text = text[text.index("## Keys") : text.index("## Names")]
+    parts = re.split(r"^\*\*`\[(\w+)\]`\*\*", text, flags=re.M)[1:]
+    described = dict(zip(parts[::2], parts[1::2], strict=True))
+    hints = get_type_hints(Config)
+    sections = {f.name: hints[f.name] for f in fields(Config) if f.name != "summary"}
+    assert described.keys() == sections.keys()
+    for name, kind in sections.items():
+        rows = re.findall(r"^\| (`.+?) \|", described[name], re.M) or [described[name]]
+        keys = re.findall(r"`([a-z0-9_]+)`", " ".join(rows))
+        own = {f.name for f in fields(kind)} if is_dataclass(kind) else set[str]()
+        assert own <= set(keys), name
+        assert len(rows) == 1 or own == set(keys), name
+
+
+def test_the_configuration_document_names_all_there_is() -> None:
+    text = (ROOT / "docs/configuration.md").read_text()
+    known = [*config.preset_names(), *config.profile_names(), *models.names(), *methods.names()]
+    for name in [*known, *(f.name for f in fields(DeviceRecord)), *(LIES)]:
+        assert f"`{name}`" in text, name
 
 
 def test_documents_point_at_files_that_exist() -> None:
