@@ -71,7 +71,7 @@ class Fleet:
         )  # fmt: skip
 
     def records(self) -> tuple[RoundRecord, ...]:
-        return read_run(self.run).records if (self.run / "rounds.jsonl").exists() else ()
+        return read_run(self.run).records if (self.run / "config.toml").exists() else ()
 
     def wait_for_rounds(self, count: int, seconds: float = 120) -> None:
         wait_until(lambda: len(self.records()) >= count, seconds, f"{count} rounds")

@@ -144,9 +144,10 @@ def _weighted_means(
     for contribution in contributions:
         for name, values in contribution.update.values.items():
             if name not in sums:
-                sums[name], weights[name], counts[name] = (
-                    torch.zeros(like[name].shape, dtype=torch.float64) for _ in range(3)
-                )
+                sums[name] = torch.zeros(like[name].shape, dtype=torch.float64)
+                weights[name] = torch.zeros_like(sums[name])
+                if least > 1:
+                    counts[name] = torch.zeros_like(sums[name])
             region, mask = contribution.plan.index[name], contribution.update.masks[name]
             add(sums[name], region, values, contribution.weight)  # zero outside the mask
             add(weights[name], region, mask, contribution.weight)
@@ -156,7 +157,7 @@ def _weighted_means(
     for name, total in sums.items():
         step = total / torch.where(weights[name] > 0, weights[name], 1.0)
         enough = counts[name] >= least if least > 1 else weights[name] > 0
-        moves[name] = _Move(torch.where(enough, step, 0.0) if least > 1 else step, enough)
+        moves[name] = _Move(torch.where(enough, step, 0.0), enough)
     return moves
 
 
