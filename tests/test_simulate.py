@@ -16,7 +16,7 @@ from anycostfl import methods
 from anycostfl.config import to_toml
 from anycostfl.errors import AnycostError, ConfigError
 from anycostfl.experiment import prepare, settle
-from anycostfl.records import RunWriter
+from anycostfl.records import InUse, RunWriter
 from anycostfl.runs import Turn, check_engine, keep, take_up
 from anycostfl.server import Server
 from anycostfl.simulate import play
@@ -65,6 +65,17 @@ def test_what_devices_remember_holds_no_file_open(tmp_path: Path) -> None:
     assert remembered > 4  # in one round, four devices take part
     assert open_files() == after_one
     turns.close()
+
+
+def test_a_run_that_goes_on_elsewhere_is_left_alone(tmp_path: Path) -> None:
+    config = small_config(tmp_path)
+    writer = RunWriter.create(tmp_path / "run", to_toml(config))
+    turns = keep(play(config), config, writer)
+    next(turns)
+    with pytest.raises(InUse, match="working on"):
+        take_up(writer.folder)
+    turns.close()
+    assert len(take_up(writer.folder).records) == 1
 
 
 def test_a_mistake_in_a_worker_is_told_with_its_place(

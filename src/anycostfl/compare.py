@@ -20,7 +20,7 @@ from pathlib import Path
 import numpy as np
 
 from anycostfl import methods, models
-from anycostfl.config import Config, experiment, parse_config, profiles_of, to_toml
+from anycostfl.config import Config, essence, parse_config, profiles_of, to_toml
 from anycostfl.errors import AnycostError
 from anycostfl.fleet import draw_cohort
 from anycostfl.records import CONFIG, RunWriter, read_config, read_journal, read_own_files
@@ -150,7 +150,7 @@ def _check_same(case: Case, home: Path) -> None:
     then, now = read_own_files(home), own_files()
     files = (methods.file_of(case.method), models.file_of(case.config.model.name))
     changed = [f"another {file}" for file in files if then.get(file) != now.get(file)]
-    if experiment(before) != experiment(case.config):
+    if essence(before) != essence(case.config):
         changed.append("other settings")
     if changed:
         raise CannotCompare(

@@ -215,7 +215,7 @@ def _key(name: str) -> str:
     return name if re.fullmatch(r"[A-Za-z0-9_-]+", name) else json.dumps(name, ensure_ascii=False)
 
 
-def experiment(config: Config) -> str:
+def essence(config: Config) -> str:
     """What decides the rounds of a run: all but its title, its end, and how often it is saved."""
     run = replace(config.run, rounds=1, target_accuracy=1.0, checkpoint_every=1)
     return to_toml(replace(config, summary="", run=run))

@@ -34,7 +34,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from importlib import metadata
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -158,24 +158,29 @@ def only_one(folder: Path) -> Iterator[None]:
 
     Whoever is on the way out gets a moment to leave.
     """
-    with (folder / LOCK).open("a+") as lock:
+    with _said(folder):
+        lock = (folder / LOCK).open("a+")
+    with lock:
         until = time.monotonic() + LEAVING_S
-        while True:
-            try:
-                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                break
-            except OSError as error:
-                if time.monotonic() > until:
-                    lock.seek(0)
-                    who = lock.read() or "?"
-                    raise InUse(
-                        f"process {who} is working on {folder}; wait for it or stop it"
-                    ) from error
+        while not _locked(lock):
+            if time.monotonic() > until:
+                lock.seek(0)
+                who = lock.read() or "?"
+                raise InUse(f"process {who} is working on {folder}; wait for it or stop it")
             time.sleep(0.1)
-        lock.truncate(0)
-        lock.write(str(os.getpid()))
-        lock.flush()
+        with _said(folder):
+            lock.truncate(0)
+            lock.write(str(os.getpid()))
+            lock.flush()
         yield
+
+
+def _locked(file: TextIO) -> bool:
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
 
 
 def checkpoints(folder: Path) -> list[Path]:

@@ -23,7 +23,7 @@ from anycostfl.aggregate import (
     clipped,
     size_of,
 )
-from anycostfl.config import Config, experiment
+from anycostfl.config import Config, essence
 from anycostfl.errors import PayloadError
 from anycostfl.fleet import Cohort
 from anycostfl.gate import Agreed, Bench
@@ -108,7 +108,7 @@ def _assign_one(
 
 def binding(config: Config, number: int, device: int, plan: WidthPlan) -> bytes:
     """What a payload belongs to: run, round, device and plan."""
-    what = (experiment(config), number, device, sorted(plan.widths.items()))
+    what = (essence(config), number, device, sorted(plan.widths.items()))
     return hashlib.blake2s(repr(what).encode()).digest()
 
 
