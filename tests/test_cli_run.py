@@ -35,7 +35,7 @@ def test_a_run_ends_with_a_summary_and_a_folder(tmp_path: Path) -> None:
     names = {path.name for path in (tmp_path / "runs/demo-1").iterdir()}
     assert names == {
         "config.toml", "environment.json", "rounds.jsonl", "rounds.copy.jsonl", "timing.jsonl",
-        "checkpoint-2.safetensors", "curves.png", "report.html",
+        "checkpoint-2.safetensors", "curves.png", "report.html", "lock",
     }  # fmt: skip
 
 
