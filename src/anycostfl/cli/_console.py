@@ -32,3 +32,9 @@ def table(title: str, columns: Sequence[str], rows: Sequence[Sequence[object]]) 
     for row in rows:
         view.add_row(*(escape(str(cell)) for cell in row))
     return view
+
+
+def note(*remarks: str) -> None:
+    """Say what is worth knowing but stops nothing, on stderr."""
+    for remark in remarks:
+        err.print(f"[yellow]note:[/] {escape(remark)}")

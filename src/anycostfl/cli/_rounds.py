@@ -8,10 +8,9 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from rich.markup import escape
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
-from anycostfl.cli._console import emit_json, err, out, table
+from anycostfl.cli._console import emit_json, note, out, table
 from anycostfl.config import Config
 from anycostfl.errors import ConfigError, MissingExtra
 from anycostfl.records import PAGE, totals
@@ -95,7 +94,7 @@ def conclude(
     summary = summarise(config.run.method, config.run.target_accuracy, records)
     _write_views(config, folder, records)
     if why := nothing_learnt(records):
-        err.print(f"[yellow]note:[/] {escape(why)}")
+        note(why)
     if json:
         emit_json({"folder": str(folder), "stopped": stopped, **summary})
         return
@@ -126,7 +125,7 @@ def _write_views(
             if curves:
                 draw_curves({config.run.method: records}, folder / "curves.png")
     except (OSError, ConfigError) as error:
-        err.print(f"[yellow]note:[/] {escape(str(error))}")
+        note(str(error))
 
 
 def shown(value: object) -> str:

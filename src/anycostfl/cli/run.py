@@ -10,10 +10,9 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.markup import escape
 
 from anycostfl import methods
-from anycostfl.cli._console import emit_json, err, out, table
+from anycostfl.cli._console import emit_json, note, out, table
 from anycostfl.cli._flower import find_engine
 from anycostfl.cli._rounds import conclude, follow, free_folder, shown
 from anycostfl.config import Config, load_preset, profiles_of, to_toml
@@ -51,8 +50,7 @@ def run(
             )
         before = _longer(take_up(resume), rounds)
         check_engine(before, simulated=engine == "own")
-        for remark in before.remarks:
-            err.print(f"[yellow]note:[/] {escape(remark)}")
+        note(*before.remarks)
         config, writer, records = before.config, before.writer, before.records
         turns = play(config, workers=processes, start=before.start)
         if rounds is not None:
@@ -113,7 +111,7 @@ def _show_plan(config: Config, *, json: bool) -> None:
     try:
         prepare(config)
     except DataMissing as error:
-        err.print(f"[yellow]note:[/] {escape(str(error))}")
+        note(str(error))
     method, seed = methods.load(config.run.method), config.run.seed
     profiles = profiles_of(config.fleet)
     latency, energy, able = [], [], 0

@@ -9,9 +9,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
-from rich.markup import escape
 
-from anycostfl.cli._console import err, out, table
+from anycostfl.cli._console import note, out, table
 from anycostfl.cli._flower import hush_flower, need_flower
 from anycostfl.cli._rounds import conclude, follow, free_folder
 from anycostfl.config import Config, load_preset, to_toml
@@ -62,8 +61,7 @@ def serve(
             raise ConfigError(["--resume takes the run as it is: no preset, --set or --out"])
         before = take_up(resume)
         check_engine(before, simulated=False)
-        for remark in before.remarks:
-            err.print(f"[yellow]note:[/] {escape(remark)}")
+        note(*before.remarks)
         config, writer, records = before.config, before.writer, before.records
         check_counts(config, wait_for, min_replies)
     else:
