@@ -10,7 +10,7 @@ from typing import Annotated
 import typer
 
 from anycostfl import export as exporting
-from anycostfl.cli._console import emit_json, err, out, table
+from anycostfl.cli._console import emit_json, err, note, out, table
 from anycostfl.errors import ConfigError
 from anycostfl.export import FORMATS, TABLE_ALPHAS, Trained, Width
 
@@ -79,7 +79,7 @@ def _refuse_nonsense(
 
 def _note(remarks: Sequence[str]) -> None:
     for remark in remarks:
-        err.print(f"[yellow]note:[/] {remark}")
+        note(remark)
 
 
 def _export_elastic(trained: Trained, path: Path, json: bool) -> None:

@@ -6,9 +6,8 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.markup import escape
 
-from anycostfl.cli._console import emit_json, err, out, table
+from anycostfl.cli._console import emit_json, note, out, table
 from anycostfl.records import PAGE
 from anycostfl.report import write_page
 
@@ -44,7 +43,7 @@ def report(
         return
     for run in found:
         for remark in run["remarks"]:
-            err.print("[yellow]note:[/] " + escape(f"{run['name']}: {remark}"))
+            note(f"{run['name']}: {remark}")
     rows = [
         [title, *(_cell(run["summary"][key], factor) for run in found)]
         for key, title, factor in SHOWN
