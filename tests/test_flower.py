@@ -147,6 +147,15 @@ def test_a_strategy_goes_on_without_those_who_fail(tmp_path: Path) -> None:
     assert nobody.records == [RoundRecord(0, None, ())]
 
 
+def test_devices_go_on_from_what_they_hold_when_a_run_is_made_longer(tmp_path: Path) -> None:
+    config = config_of(tmp_path, *DOWN, "run.method=anycostfl+")
+    grid, fewer = LocalGrid(5), replace(config, run=replace(config.run, rounds=2))
+    first = list(server.play(fewer, grid, QUICK))
+    rest = list(server.play(config, grid, QUICK, first[-1].after))
+    for one, other in zip([*first, *rest], play(config), strict=True):
+        assert all(torch.equal(t, other.after.state[n]) for n, t in one.after.state.items())
+
+
 def test_going_on_from_any_round_ends_the_same(tmp_path: Path) -> None:
     config = config_of(tmp_path, "run.rounds=3")
     whole = over_flower(config)

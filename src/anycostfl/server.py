@@ -11,7 +11,7 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 
 from anycostfl.aggregate import advance
-from anycostfl.config import Config, to_toml
+from anycostfl.config import Config, essence
 from anycostfl.coupling import copy_of, tensors_of
 from anycostfl.downlink import (
     Ledger,
@@ -77,7 +77,7 @@ class Server:
         if order and self.velocity:
             self.velocity = self.net.permute(self.velocity, order)
         if share := self.config.compression.downlink:
-            belongs = to_toml(self.config), number
+            belongs = essence(self.config), number
             self.step, self.public = make_step(self.net, self.public, order, share, belongs)
 
     def plan(self, number: int, cohort: Cohort, drawn: Sequence[int]) -> Round:

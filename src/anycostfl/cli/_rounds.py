@@ -6,6 +6,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from dataclasses import replace
 from pathlib import Path
 
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
@@ -15,6 +16,7 @@ from anycostfl.config import Config
 from anycostfl.errors import ConfigError, MissingExtra
 from anycostfl.records import PAGE, totals
 from anycostfl.report import draw_curves, summarise, write_page
+from anycostfl.runs import Stopped
 from anycostfl.types import RoundRecord
 
 
@@ -24,6 +26,16 @@ def free_folder(name: str) -> Path:
     while (folder := Path("runs", f"{name}-{number}")).exists():
         number += 1
     return folder
+
+
+def longer(before: Stopped, rounds: int | None) -> Stopped:
+    """The run as it is to go on: up to so many rounds, if that is said."""
+    if rounds is None:
+        return before
+    if rounds < len(before.records):
+        raise ConfigError([f"--rounds: given {rounds}, allowed {len(before.records)} or more"])
+    run = replace(before.config.run, rounds=rounds)
+    return replace(before, config=replace(before.config, run=run))
 
 
 def follow(

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import sys
 from contextlib import suppress
-from dataclasses import replace
 from pathlib import Path
 from typing import Annotated
 
@@ -14,14 +13,14 @@ import typer
 from anycostfl import methods
 from anycostfl.cli._console import emit_json, note, out, table
 from anycostfl.cli._flower import find_engine
-from anycostfl.cli._rounds import conclude, follow, free_folder, shown
+from anycostfl.cli._rounds import conclude, follow, free_folder, longer, shown
 from anycostfl.config import Config, load_preset, profiles_of, to_toml
 from anycostfl.data import DataMissing
 from anycostfl.errors import ConfigError
 from anycostfl.experiment import prepare, settle
 from anycostfl.fleet import draw_cohort
 from anycostfl.records import RunWriter
-from anycostfl.runs import Stopped, Turns, check_engine, keep, take_up
+from anycostfl.runs import Turns, check_engine, keep, take_up
 from anycostfl.types import RoundRecord
 
 
@@ -48,7 +47,7 @@ def run(
             raise ConfigError(
                 ["--resume takes the run as it is: no preset, --set, --out or --dry-run"]
             )
-        before = _longer(take_up(resume), rounds)
+        before = longer(take_up(resume), rounds)
         check_engine(before, simulated=engine == "own")
         note(*before.remarks)
         config, writer, records = before.config, before.writer, before.records
@@ -80,16 +79,6 @@ def check_workers(workers: int) -> int:
     if workers < 0:
         raise ConfigError([f"--workers: given {workers}, allowed 0 (one per core) or more"])
     return workers or len(os.sched_getaffinity(0))
-
-
-def _longer(before: Stopped, rounds: int | None) -> Stopped:
-    """The run as it is to go on: up to so many rounds, if that is said."""
-    if rounds is None:
-        return before
-    if rounds < len(before.records):
-        raise ConfigError([f"--rounds: given {rounds}, allowed {len(before.records)} or more"])
-    run = replace(before.config.run, rounds=rounds)
-    return replace(before, config=replace(before.config, run=run))
 
 
 def _train(

@@ -12,7 +12,7 @@ import typer
 
 from anycostfl.cli._console import note, out, table
 from anycostfl.cli._flower import hush_flower, need_flower
-from anycostfl.cli._rounds import conclude, follow, free_folder
+from anycostfl.cli._rounds import conclude, follow, free_folder, longer
 from anycostfl.config import Config, load_preset, to_toml
 from anycostfl.errors import ConfigError
 from anycostfl.experiment import prepare
@@ -44,6 +44,9 @@ def serve(
     deadline_s: Annotated[float, typer.Option(help="Of a round, in seconds")] = 120.0,
     patience_s: Annotated[float, typer.Option(help="How long to wait for devices")] = 600.0,
     json: Annotated[bool, typer.Option("--json", help="One JSON document at the end")] = False,
+    rounds: Annotated[
+        int | None, typer.Option(min=1, help="How many in all, else as the preset or the run says")
+    ] = None,
 ) -> None:
     """Train on the devices that join, and show what it cost. Ctrl-C stops it; --resume goes on."""
     need_flower()
@@ -59,13 +62,12 @@ def serve(
     if resume is not None:
         if set_ or out_dir or preset:
             raise ConfigError(["--resume takes the run as it is: no preset, --set or --out"])
-        before = take_up(resume)
-        check_engine(before, simulated=False)
-        note(*before.remarks)
-        config, writer, records = before.config, before.writer, before.records
+        config, writer, records = _go_on(resume, rounds)
         check_counts(config, wait_for, min_replies)
+        writer.reconfigure(to_toml(config))
     else:
-        config = for_devices(load_preset(preset or "demo", set_ or []))
+        changes = [f"run.rounds={rounds}"] if rounds is not None else []
+        config = for_devices(load_preset(preset or "demo", [*(set_ or []), *changes]))
         check_counts(config, wait_for, min_replies)
         writer, records = _begin(config, out_dir or free_folder(Path(preset or "demo").stem)), []
     terms = Terms(deadline_s, wait_for or config.fleet.cohort, min_replies, patience_s)
@@ -84,6 +86,13 @@ def serve(
         if not json:
             out.print(f"Stopped. Go on with: anycostfl serve --resume {writer.folder}")
         raise typer.Exit(130)
+
+
+def _go_on(folder: Path, rounds: int | None) -> tuple[Config, RunWriter, list[RoundRecord]]:
+    before = longer(take_up(folder), rounds)
+    check_engine(before, simulated=False)
+    note(*before.remarks)
+    return before.config, before.writer, before.records
 
 
 def _begin(config: Config, folder: Path) -> RunWriter:

@@ -46,7 +46,10 @@ class Unwelcome(AnycostError):  # noqa: N818 - reads as what happened
 
 @dataclass(frozen=True, slots=True)
 class Ask:
-    """The experiment, as TOML, the round that is about to begin, and what images are scaled by."""
+    """The experiment, the round that is about to begin, and what images are scaled by.
+
+    `config` is what decides the rounds, as TOML: it stays the same when a run is made longer.
+    """
 
     config: str
     round: int

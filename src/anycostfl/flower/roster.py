@@ -20,7 +20,7 @@ from flwr.common.constant import ErrorCode
 from flwr.common.logger import log
 
 from anycostfl.checks import Count, Positive, check_fields
-from anycostfl.config import Config, to_toml
+from anycostfl.config import Config, essence
 from anycostfl.errors import AnycostError
 from anycostfl.fleet import Cohort, choose
 from anycostfl.flower.messages import (
@@ -110,7 +110,7 @@ class Roster:
     ) -> None:
         self._office, self._config, self._terms = office, config, terms
         self._scale, self._numbers = scale, numbers or Numbers()
-        self._text = to_toml(config)
+        self._text = essence(config)
         self._offers: dict[int, Offer] = {}  # node → its latest offer
         self._asked: dict[str, tuple[int, float]] = {}  # message → node, when the question lapses
         self._ignored: set[int] = set()  # nodes that cannot be a device of this fleet

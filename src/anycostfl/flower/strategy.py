@@ -21,7 +21,7 @@ from flwr.common.logger import log
 from flwr.serverapp import Grid
 from flwr.serverapp.strategy import Strategy
 
-from anycostfl.config import Config, to_toml
+from anycostfl.config import Config, essence
 from anycostfl.coupling import copy_of
 from anycostfl.fleet import choose
 from anycostfl.flower.broadcast import Chain
@@ -72,7 +72,7 @@ class AnycostStrategy(Strategy):
         server.net.load(arrays.to_torch_state_dict())
         server.begin(number)
         self._chain.add(server.step, server.public)
-        ask = Ask(to_toml(self.config), number, server.side.shared.scale)
+        ask = Ask(essence(self.config), number, server.side.shared.scale)
         nodes = self._offers(grid, ask)
         seed, fleet = self.config.run.seed, self.config.fleet
         free = server.bench.free(nodes, number)
