@@ -25,3 +25,11 @@ def test_parameter_count_is_the_papers(name: str, count: int) -> None:
 def test_unknown_name_lists_the_known_ones() -> None:
     with pytest.raises(UnknownName, match="vgg9"):
         models.load("vgg99")
+
+
+@pytest.mark.parametrize("name", models.names())
+def test_examples_do_not_look_alike_before_training(name: str) -> None:
+    spec = models.load(name)
+    torch.manual_seed(0)
+    with torch.no_grad():
+        assert spec.build()(spec.example(64)).std(0).mean() > 1e-3
