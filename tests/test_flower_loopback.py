@@ -206,13 +206,13 @@ def test_a_killed_server_app_goes_on_and_nothing_is_lost(processes: Loopback) ->
 
 
 @pytest.mark.slow
-def test_a_killed_server_is_resumed_and_nothing_is_lost(processes: Loopback) -> None:
-    fleet = Fleet(processes, "run.rounds=6")
-    server = fleet.serve()
+def test_a_killed_server_is_resumed_for_longer_and_nothing_is_lost(processes: Loopback) -> None:
+    fleet = Fleet(processes, "run.rounds=6", "compression.feedback=true")
+    server = fleet.serve("--rounds", "4")
     devices = [fleet.join(i) for i in range(4)]
     fleet.wait_for_rounds(2)
     server.kill()
     wait_until(lambda: len(processes.pids()) == len(devices), 30, "the server's processes follow")
-    again = fleet.serve(resume=True)
+    again = fleet.serve("--rounds", "6", resume=True)
     assert ends(again, 180) == 0, processes.log("serve")
     fleet.assert_as_simulated()
