@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -13,30 +12,8 @@ import pytest
 import torch
 
 import anycostfl
-from anycostfl.cli import main
+from command_line import Call, sets
 from small_runs import small_overrides
-
-Call = Callable[..., tuple[int, str, str]]
-
-
-@pytest.fixture
-def call(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
-) -> Call:
-    monkeypatch.chdir(tmp_path)
-
-    def command(*words: object) -> tuple[int, str, str]:
-        monkeypatch.setattr(sys, "argv", ["anycostfl", *map(str, words)])
-        with pytest.raises(SystemExit) as ended:
-            main()
-        told = capsys.readouterr()
-        return int(ended.value.code or 0), told.out, " ".join(told.err.split())
-
-    return command
-
-
-def sets(folder: Path, *more: str) -> list[str]:
-    return [part for item in small_overrides(folder, *more) for part in ("--set", item)]
 
 
 @pytest.mark.parametrize(
@@ -51,6 +28,20 @@ def sets(folder: Path, *more: str) -> list[str]:
         (["serve", "demo", "--insecure", "--resume", "x"], "no preset"),
         (["keys", "--out", "/proc/x"], "--out: given /proc/x"),
         (["run", "--resume", "latin1"], "cannot read latin1/config.toml"),
+        (["run", "dmeo"], "did you mean 'demo'"),
+        (["run", "demo", "--set", "run.roundz=3"], "did you mean rounds"),
+        (["run", "--set", "run.method=fedsgd"], "there are anycostfl, anycostfl+, fedavg"),
+        (["run", "demo", "--set", "data.name=imagenet"], "no dataset"),
+        (["run", "demo", "--set", "fleet.cohort=99"], "at most devices"),
+        (["run", "--resume", "nowhere"], "holds no run"),
+        (["run", "--resume", "nowhere", "--set", "a.b=1"], "takes the run as it is"),
+        (["run", "demo", "--resume", "nowhere"], "no preset"),
+        (["run", "--workers", "-1"], "0 (one per core)"),
+        (["run", "none.toml"], "there is no file none.toml"),
+        (["inspect", "--model", "resnet19"], "resnet18"),
+        (["inspect", "--model", "cnn", "--alpha", "1.5"], "at most 1"),
+        (["inspect", "--model", "no.such:thing"], "cannot load"),
+        (["inspect", "--model", "cnn", "--rule", "cubic"], "sqrt, fast"),
     ],
 )
 def test_one_message_and_code_two(call: Call, words: list[str], told: str) -> None:

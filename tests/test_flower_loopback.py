@@ -20,9 +20,10 @@ from anycostfl.flower.keys import KeyFolder, make_keys
 from anycostfl.records import read_run
 from anycostfl.simulate import play
 from anycostfl.types import RoundRecord
+from command_line import sets
 from liar import LIES
 from loopback import PROGRAM, Loopback, loopback, wait_until
-from small_runs import small_config, small_overrides
+from small_runs import small_config
 from test_flower import off_the_wire
 
 REFUSALS = {
@@ -54,8 +55,7 @@ class Fleet:
         if resume:
             what = ["--resume", "run"]
         else:
-            sets = small_overrides(self.folder, *self.more)
-            what = ["demo", "--out", "run", *(part for item in sets for part in ("--set", item))]
+            what = ["demo", "--out", "run", *sets(self.folder, *self.more)]
         where = ["--host", "127.0.0.1", "--port", str(self.port)]
         return self.processes.start("serve", "serve", *what, *where, *options)
 

@@ -255,7 +255,7 @@ def test_a_run_goes_on_with_the_same_bench(tmp_path: Path, monkeypatch: pytest.M
     config = small_config(tmp_path, *RUN, "run.checkpoint_every=1")
     whole = list(play(config))
     assert any("benched" in d.status for turn in whole for d in turn.record.devices)
-    for turn in whole[:-1]:
+    for turn in whole[:-1:3]:
         rest = list(play(config, start=turn.after))
         assert [t.record for t in rest] == [t.record for t in whole[turn.after.rounds :]]
         assert rest[-1].after.bench == whole[-1].after.bench

@@ -23,10 +23,10 @@ from anycostfl.errors import ConfigError
 from anycostfl.profile import Measurement, machine, meters, network
 from anycostfl.profile.pace import Pace, Speed, elastic_model, fit_speed
 from anycostfl.simulate import run
+from command_line import PROGRAM
 from small_runs import small_config
 
 TREES = Path(__file__).with_name("data") / "sysfs"
-PROGRAM = str(Path(sys.executable).with_name("anycostfl"))
 
 
 def grow(name: str, root: Path) -> Path:

@@ -185,14 +185,14 @@ def uninterrupted(folder: Path, overrides: list[str]) -> tuple[bytes, bytes]:
     return contents(folder)
 
 
-def kill_again_and_again(folder: Path, workers: int, longest: float) -> None:
-    """Kill runs at twenty random moments; whenever one gets to its end, it is the same end."""
+def kill_again_and_again(folder: Path, workers: int, longest: float, times: int) -> None:
+    """Kill runs at random moments; whenever one gets to its end, it is the same end."""
     overrides = small_overrides(folder, f"run.rounds={ROUNDS}", "run.checkpoint_every=1")
     expected = uninterrupted(folder / "whole", overrides)
     moments, killed, ended, home = random.Random(workers), 0, 0, folder / "killed"
-    while killed < 20 or not ended or home.exists():
+    while killed < times or not ended or home.exists():
         child = start(home, overrides, workers, lambda: None)
-        if killed < 20:
+        if killed < times:
             time.sleep(moments.uniform(0.0, longest))
             os.kill(child, signal.SIGKILL)
         _, status = os.waitpid(child, 0)
@@ -205,11 +205,12 @@ def kill_again_and_again(folder: Path, workers: int, longest: float) -> None:
 
 
 def test_twenty_kills_change_nothing(tmp_path: Path) -> None:
-    kill_again_and_again(tmp_path, 1, 1.2)
+    kill_again_and_again(tmp_path, 1, 1.2, 20)
 
 
-def test_twenty_kills_with_two_workers_change_nothing(tmp_path: Path) -> None:
-    kill_again_and_again(tmp_path, 2, 4.0)
+@pytest.mark.parametrize("times", [5, pytest.param(20, marks=pytest.mark.slow)])
+def test_kills_with_two_workers_change_nothing(tmp_path: Path, times: int) -> None:
+    kill_again_and_again(tmp_path, 2, 4.0, times)
 
 
 @pytest.mark.parametrize("moment", ["before rename", "half written", "between journal and save"])

@@ -11,7 +11,6 @@ import os
 import re
 import signal
 import subprocess
-import sys
 import threading
 import zlib
 from collections.abc import Callable, Iterator
@@ -31,9 +30,9 @@ from anycostfl.records import CONFIG, ENVIRONMENT, JOURNAL, WIDTHS, StorageError
 from anycostfl.report import LiveServer, gather, render, write_page
 from anycostfl.report.gather import Document, _rounded
 from anycostfl.report.live import PortTaken
+from command_line import PROGRAM, program
 from planned_runs import planned_run
 
-PROGRAM = str(Path(sys.executable).with_name("anycostfl"))
 UPLOT = Path(anycostfl.report.__file__).parent / "assets" / "uplot"
 TIGHT = ("fleet.energy_min_j=0.001", "fleet.energy_max_j=0.1")  # some devices sit out
 
@@ -217,18 +216,12 @@ def test_the_chart_library_is_the_one_that_is_written_down() -> None:
 # --- the commands ---------------------------------------------------------------------------------
 
 
-def call(*arguments: str, cwd: Path) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [PROGRAM, *arguments], capture_output=True, text=True, cwd=cwd, check=False, timeout=120
-    )
-
-
 def test_report_writes_into_the_run_or_compares_several(tmp_path: Path) -> None:
     planned_run(tmp_path / "a", "run.rounds=3")
     planned_run(tmp_path / "b" / "a", "run.rounds=2", "run.method=fedavg")
     report([tmp_path / "a"])
     assert (tmp_path / "a/report.html").exists()
-    both = call("report", "a", "b/a", "--json", cwd=tmp_path)
+    both = program("report", "a", "b/a", "--json", cwd=tmp_path)
     told = json.loads(both.stdout)
     assert told["page"] == "comparison.html"
     assert [run["name"] for run in told["runs"]] == ["a", "b/a"]
@@ -258,7 +251,7 @@ def test_mistakes_are_said(
 
 
 def test_a_mistake_ends_with_one_message_and_code_two(tmp_path: Path) -> None:
-    done = call("report", "nowhere", cwd=tmp_path)
+    done = program("report", "nowhere", cwd=tmp_path)
     assert done.returncode == 2
     assert "holds no run" in done.stderr
     assert "Traceback" not in done.stderr

@@ -9,7 +9,6 @@ import json
 import shutil
 import signal
 import subprocess
-import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -23,8 +22,8 @@ import pytest
 
 from anycostfl.records import CONFIG, ENVIRONMENT, JOURNAL, WIDTHS, read_journal
 from anycostfl.report import LiveServer, write_page
+from command_line import PROGRAM, sets
 from planned_runs import planned_run
-from small_runs import small_overrides
 
 playwright = pytest.importorskip(
     "playwright.sync_api", reason="Playwright is not installed: pip install 'anycostfl[dev]'"
@@ -33,7 +32,6 @@ CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shuti
 pytestmark = pytest.mark.skipif(
     CHROMIUM is None, reason="no Chromium on this machine: apt-get install chromium"
 )
-PROGRAM = str(Path(sys.executable).with_name("anycostfl"))
 FLAGS = [
     "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run",
     "--disable-background-networking", "--disable-component-update", "--disable-sync",
@@ -327,10 +325,9 @@ def test_damage_is_said_on_the_page(browser: Any, tmp_path: Path) -> None:
 @contextmanager
 def going(folder: Path) -> Iterator[subprocess.Popen[bytes]]:
     """A real run, long enough to be still going on whenever the test ends it."""
-    overrides = small_overrides(folder, "run.rounds=2000")
-    sets = [part for item in overrides for part in ("--set", item)]
+    long = sets(folder, "run.rounds=2000")
     run = subprocess.Popen(
-        [PROGRAM, "run", *sets, "--out", "run", "--workers", "1", "--json"],
+        [PROGRAM, "run", *long, "--out", "run", "--workers", "1", "--json"],
         cwd=folder,
         stdout=subprocess.DEVNULL,
     )
