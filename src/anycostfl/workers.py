@@ -31,7 +31,7 @@ from anycostfl.errors import AnycostError, BetaError, UpdateError
 from anycostfl.feedback import encode_with_feedback, no_residual
 from anycostfl.methods import State, Upload
 from anycostfl.shrink import ElasticModel, SubModel
-from anycostfl.train import TrainOptions, count_correct, train
+from anycostfl.train import TrainOptions, count_correct, reuse_memory, train
 from anycostfl.types import Scale
 
 TEST_CHUNK = 1000
@@ -320,6 +320,7 @@ def _serve(pipe: Connection, shared: Shared) -> None:
     """Do what the pipe asks for, until it closes."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the server to handle
     torch.set_num_threads(1)
+    reuse_memory()
     side = DeviceSide(shared)
     with contextlib.suppress(EOFError, BrokenPipeError):  # the server is gone, and so are we
         while True:

@@ -43,6 +43,7 @@ from anycostfl.flower.messages import (
 )
 from anycostfl.methods import State
 from anycostfl.shrink import SubModel
+from anycostfl.train import reuse_memory
 from anycostfl.types import Devices, Profile, Scale, make_devices
 from anycostfl.workers import DeviceSide, Job, Reply
 
@@ -65,6 +66,7 @@ def train(message: Message, context: Context) -> Message:
     task = read_task(message.content)
     device = open_device(context.node_config, task.ask)
     torch.set_num_threads(device.setup.threads)
+    reuse_memory()
     memory = recall(context.state, task.ask)
     try:
         public = device.catch_up(device.public(context.state), task.download)
