@@ -46,6 +46,7 @@ class Training:
     precision: Annotated[str, OneOf(("auto", "fp32", "bf16"))] = "auto"
     device: Annotated[str, OneOf(("auto", "cpu", "cuda"))] = "auto"
     channels_last: bool = True
+    winograd: bool = True
 
     def __post_init__(self) -> None:
         check_fields(self)

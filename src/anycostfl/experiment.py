@@ -105,5 +105,6 @@ def train_options(config: Config) -> TrainOptions:
         clip_norm=given.clip_norm,
         bf16=given.precision == "bf16",
         channels_last=given.channels_last,
+        winograd=given.winograd,
         device=given.device,
     )

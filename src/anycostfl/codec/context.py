@@ -18,8 +18,8 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from anycostfl.codec.compiled import compiled, inlined
 from anycostfl.codec.kernels import Bytes, Ints, Whole
+from anycostfl.compiled import compiled, inlined
 from anycostfl.errors import PayloadError
 
 MAX_BITS = 30  # of a magnitude

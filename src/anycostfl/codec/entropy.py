@@ -17,9 +17,9 @@ from enum import IntEnum
 import numpy as np
 from numpy.typing import NDArray
 
-from anycostfl.codec.compiled import compiled
 from anycostfl.codec.kernels import Bytes, Ints, Symbols, Whole
 from anycostfl.codec.varint import Reader, varint
+from anycostfl.compiled import compiled
 from anycostfl.errors import PayloadError
 
 MIN_PRECISION, MAX_PRECISION = 6, 16

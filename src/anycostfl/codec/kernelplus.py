@@ -17,12 +17,12 @@ from math import isfinite
 import numpy as np
 
 from anycostfl.codec import kernels
-from anycostfl.codec.compiled import compiled
 from anycostfl.codec.context import Integers, Likelihoods, Source, Writer, likelihoods
 from anycostfl.codec.entropy import Bools
 from anycostfl.codec.frame import Bond, seal, unseal
 from anycostfl.codec.kernels import Bytes, Floats, Grid, Ints, Part, Symbols
 from anycostfl.codec.varint import Reader, varint
+from anycostfl.compiled import compiled
 from anycostfl.errors import PayloadError
 
 MAGIC = b"ACFK"

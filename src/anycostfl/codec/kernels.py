@@ -22,7 +22,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from anycostfl.codec.compiled import compiled
+from anycostfl.compiled import compiled
 from anycostfl.errors import UpdateError
 
 DEFAULT_BLOCK = 32

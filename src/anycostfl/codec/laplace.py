@@ -10,9 +10,9 @@ from __future__ import annotations
 
 import numpy as np
 
-from anycostfl.codec.compiled import compiled
 from anycostfl.codec.context import MAX_BITS, Integers
 from anycostfl.codec.kernels import Doubles, Floats
+from anycostfl.compiled import compiled
 
 PRICE = 0.13  # of a bit, in squared steps; at fine steps it would be ln 4 / 12
 SEGMENT = 64  # neighbours that share one mean magnitude

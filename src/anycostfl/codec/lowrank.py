@@ -17,7 +17,6 @@ from math import ceil, frexp, prod
 
 import numpy as np
 
-from anycostfl.codec.compiled import compiled
 from anycostfl.codec.context import Integers, Source, Writer
 from anycostfl.codec.factor import Way, most_rank, sides, ways_of, write_rows
 from anycostfl.codec.frame import OVERHEAD, Bond, seal, unseal
@@ -25,6 +24,7 @@ from anycostfl.codec.kernels import Floats
 from anycostfl.codec.readings import MAX_STRENGTH, Choice, Contexts, basis_of, readings_of
 from anycostfl.codec.spectrum import layout_of, restore
 from anycostfl.codec.varint import Reader, varint
+from anycostfl.compiled import compiled
 from anycostfl.errors import PayloadError
 
 MAGIC = b"ACFL"

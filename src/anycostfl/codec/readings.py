@@ -14,7 +14,6 @@ import torch
 from torch import Tensor
 
 from anycostfl.codec import laplace
-from anycostfl.codec.compiled import compiled
 from anycostfl.codec.context import Integers, Likelihoods, Writer, likelihoods
 from anycostfl.codec.factor import (
     Factors,
@@ -28,6 +27,7 @@ from anycostfl.codec.factor import (
 )
 from anycostfl.codec.kernels import Doubles, Floats
 from anycostfl.codec.spectrum import lay_out
+from anycostfl.compiled import compiled
 
 MAX_STRENGTH = 80  # in half octaves above Δ
 COLUMN_BITS, TENSOR_BITS = 4.0, 12.0  # what is said about a column, about a tensor

@@ -17,9 +17,9 @@ from math import isqrt, log2
 import numpy as np
 
 from anycostfl.codec import entropy, kernelplus, kernels, wire
-from anycostfl.codec.compiled import compiled
 from anycostfl.codec.frame import OVERHEAD, Bond, seal
 from anycostfl.codec.kernels import Doubles, Floats, Ints
+from anycostfl.compiled import compiled
 
 SWEPT_ELEMENTS = 100_000  # enough for 1 % in size; a larger update is swept in strides
 FILLED = 0.992

@@ -18,11 +18,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from anycostfl.codec import entropy
-from anycostfl.codec.compiled import compiled
 from anycostfl.codec.entropy import Bools
 from anycostfl.codec.frame import Bond, seal, unseal
 from anycostfl.codec.kernels import Doubles, Floats, Ints, Symbols
 from anycostfl.codec.varint import Reader, varint
+from anycostfl.compiled import compiled
 from anycostfl.errors import PayloadError
 
 Small = NDArray[np.int32]

@@ -16,8 +16,8 @@ from math import prod
 import numpy as np
 import torch
 
-from anycostfl.codec.compiled import compiled
 from anycostfl.codec.kernels import Doubles, Floats
+from anycostfl.compiled import compiled
 
 LARGEST_KERNEL = 256  # places, height times width
 

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import numpy as np
 
-from anycostfl.codec.compiled import compiled
+from anycostfl.compiled import compiled
 
 ROOT = Path("/")
 GPU_NAMES = re.compile(r"gpu|gp10b|gv11b|ga10b|gb10b")

@@ -1,0 +1,146 @@
+"""Winograd's convolution against torch's in double precision."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from unittest.mock import patch
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+
+from anycostfl import models, winograd
+from anycostfl.train import TrainOptions, train
+from anycostfl.winograd import convolve, fast_convolutions
+
+EXACT = 1e-5  # relative; single precision itself is at 1e-6
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+def distance(got: Tensor, wanted: Tensor) -> float:
+    return float((got.double() - wanted).norm() / wanted.norm().clamp(min=1e-30))
+
+
+@settings(deadline=None, max_examples=60)
+@given(
+    shape=st.tuples(*(st.integers(1, most) for most in (9, 70, 19, 19))),
+    outputs=st.integers(1, 70),
+    padding=st.sampled_from([0, 1]),
+    bias=st.booleans(),
+    seed=st.integers(0, 2**31),
+)
+def test_output_and_gradients_are_those_of_a_convolution(
+    *, shape: tuple[int, ...], outputs: int, padding: int, bias: bool, seed: int
+) -> None:
+    samples, inputs, height, width = shape
+    assume(min(height, width) + 2 * padding >= 3)
+    random = torch.Generator().manual_seed(seed)
+    layout = torch.channels_last if seed % 2 else torch.contiguous_format
+    image = torch.randn(samples, inputs, height, width, generator=random).to(memory_format=layout)
+    weight = torch.randn(outputs, inputs, 3, 3, generator=random)
+    given_bias = torch.randn(outputs, generator=random) if bias else None
+    leaves = [t.requires_grad_() for t in (image, weight, given_bias) if t is not None]
+    exact = [leaf.detach().double().requires_grad_() for leaf in leaves]
+
+    wanted = F.conv2d(exact[0], exact[1], exact[2] if bias else None, padding=padding)
+    got = convolve(image, weight, given_bias, padding)
+    back = torch.randn(wanted.shape, generator=random)
+    wanted_back = torch.autograd.grad(wanted, exact, back.double())
+    got_back = torch.autograd.grad(got, leaves, back)
+
+    assert got.shape == wanted.shape
+    assert distance(got.detach(), wanted.detach()) < EXACT
+    for of_ours, of_theirs in zip(got_back, wanted_back, strict=True):
+        assert distance(of_ours, of_theirs) < EXACT
+
+
+def test_portions_do_not_show() -> None:
+    image, weight = torch.randn(3, 40, 9, 9), torch.randn(33, 40, 3, 3)
+    with patch.object(winograd, "PORTION", 5):
+        parts = convolve(image, weight, padding=1)
+    assert torch.allclose(parts, convolve(image, weight, padding=1), atol=1e-4)
+
+
+def counted(module: nn.Module, image: Tensor, *, on: bool = True) -> tuple[Tensor, int]:
+    """A module's output, and how many of its convolutions went the fast way."""
+    with (
+        patch.object(winograd, "convolve", side_effect=convolve) as fast,
+        fast_convolutions(on),
+    ):
+        output = module(image)
+    return output, fast.call_count
+
+
+@pytest.mark.parametrize(
+    ("layer", "fast"),
+    [
+        (nn.Conv2d(32, 48, 3, padding=1), True),
+        (nn.Conv2d(32, 48, 3, bias=False), True),
+        (nn.Conv2d(31, 48, 3, padding=1), False),  # narrow
+        (nn.Conv2d(32, 48, 3, padding=1, stride=2), False),
+        (nn.Conv2d(32, 48, 3, padding=2, dilation=2), False),
+        (nn.Conv2d(64, 64, 3, padding=1, groups=2), False),
+        (nn.Conv2d(32, 48, 5, padding=2), False),
+        (nn.Conv2d(32, 48, (3, 1)), False),
+        (nn.Conv2d(32, 48, 3, padding="same"), False),
+        (nn.Conv2d(32, 48, 3, padding=1, padding_mode="circular"), True),
+        (nn.Conv2d(32, 48, 3, padding=1).double(), False),
+    ],
+)
+def test_only_what_it_can_and_should_do(layer: nn.Conv2d, fast: bool) -> None:
+    image = torch.randn(2, layer.in_channels, 8, 8, dtype=layer.weight.dtype)
+    output, count = counted(layer, image)
+    assert count == fast
+    assert torch.allclose(output, layer(image), atol=1e-5)
+
+
+def test_other_cases_are_left_to_torch() -> None:
+    layer, image = nn.Conv2d(32, 48, 3, padding=1), torch.randn(2, 32, 8, 8)
+    assert counted(layer, image)[1] == 1
+    assert counted(layer, image, on=False)[1] == 0
+    assert counted(layer, image[0])[1] == 0  # no batch
+    assert counted(layer, image[..., :4])[1] == 0  # small
+    with torch.autocast("cpu", torch.bfloat16):
+        assert counted(layer, image)[1] == 0
+    torch.set_num_threads(2)
+    assert counted(layer, image)[1] == 0
+
+
+def test_frozen_layers_have_no_gradients() -> None:
+    layer, image = nn.Conv2d(32, 48, 3), torch.randn(2, 32, 8, 8, requires_grad=True)
+    layer.requires_grad_(False)
+    with fast_convolutions():
+        layer(image).sum().backward()
+    assert image.grad is not None
+    assert layer.weight.grad is None
+
+
+def test_training_is_close_to_torchs_own_and_repeats_to_the_bit() -> None:
+    torch.manual_seed(0)
+    module = models.load("vgg9").build()
+    images, labels = torch.randn(16, 3, 32, 32), torch.randint(10, (16,))
+    plain, fast, again = (
+        train(
+            copy.deepcopy(module),
+            images,
+            labels,
+            TrainOptions(0.05, 8, winograd=on),
+            torch.Generator().manual_seed(3),
+        )
+        for on in (False, True, True)
+    )
+    assert all(torch.equal(fast[name], again[name]) for name in fast)
+    assert any(not torch.equal(fast[name], plain[name]) for name in fast)
+    for name, update in plain.items():
+        assert distance(fast[name], update.double()) < 1e-3
