@@ -31,6 +31,7 @@ from anycostfl.compare import (
     recost,
     score,
     to_csv,
+    to_curves,
     to_markdown,
 )
 from anycostfl.config import preset_names
@@ -75,6 +76,17 @@ def test_a_row_is_the_mean_over_seeds(tmp_path: Path) -> None:
     assert cells[3][3] == "305 (1.70×)"
     assert to_markdown(("a", "b"), [["1", "2"]]) == "| a | b |\n| --- | --- |\n| 1 | 2 |\n"
     assert to_csv([row]).splitlines()[1].startswith("anycostfl,0.05,2,4,3.0,")
+
+
+def test_curves_by_hand(tmp_path: Path) -> None:
+    config = small_config(tmp_path, "run.seed=7", "training.learning_rate=0.1")
+    config = replace(config, workload=replace(config.workload, flops_per_sample=1e9))
+    lines = to_curves({"stc": [(config, rounds_of(0.1, None, 0.7))]}).splitlines()
+    assert lines == [
+        "method,rate,seed,round,accuracy,energy_kj,latency_min,tflops,gigabytes",
+        "stc,0.1,7,1,0.1,0.003,0.0833333,0.15,3e-08",
+        "stc,0.1,7,3,0.7,0.009,0.25,0.45,9e-08",
+    ]
 
 
 def test_the_papers_table_is_whole() -> None:

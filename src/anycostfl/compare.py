@@ -365,3 +365,20 @@ def to_csv(rows: Sequence[Row]) -> str:
         values = [getattr(row.cost, n) if row.cost else "" for n in names]
         writer.writerow([row.label, row.rate, row.seeds, row.rounds, *values, row.best, row.spread])
     return out.getvalue()
+
+
+def to_curves(runs: Mapping[str, Sequence[tuple[Config, Records]]]) -> str:
+    """One line per run and evaluation: the accuracy, and what had been spent by then."""
+    out = io.StringIO()
+    writer = csv.writer(out)
+    spent = [item.name for item in fields(Cost) if item.name != "rounds"]
+    writer.writerow(["method", "rate", "seed", "round", "accuracy", *spent])
+    for method, of_method in runs.items():
+        for config, records in of_method:
+            known = config.training.learning_rate, config.run.seed
+            for number, record in enumerate(records, 1):
+                if record.accuracy is not None:
+                    cost = cost_of(records[:number], config)
+                    values = (f"{getattr(cost, name):.6g}" for name in spent)
+                    writer.writerow([method, *known, number, record.accuracy, *values])
+    return out.getvalue()

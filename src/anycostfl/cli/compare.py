@@ -41,6 +41,7 @@ from anycostfl.compare import (
     make_row,
     reached,
     to_csv,
+    to_curves,
     to_markdown,
 )
 from anycostfl.config import Config, load_preset, preset_names
@@ -92,19 +93,24 @@ def compare(
         with suppress(AnycostError):  # other settings, another table; or damaged
             found[method] = _runs_of(there, config, method, seeds, enough)
     order = [m for m in (*methods.names(), *chosen) if found.get(m)]
-    rows = [make_row(method, found[method], goal) for method in dict.fromkeys(order)]
-    curves = {row.label: list(found[row.label][0][1]) for row in rows}
+    runs = {method: found[method] for method in dict.fromkeys(order)}
+    rows = [make_row(method, of_method, goal) for method, of_method in runs.items()]
     cells = as_cells(rows, _papers(preset, goal))
     stem = folder / ("tuned" if len(series.rates) > 1 else "results")
     stem.with_suffix(".md").write_text(to_markdown(HEADER, cells))
     stem.with_suffix(".csv").write_text(to_csv(rows))
+    stem.with_suffix(".curves.csv").write_text(to_curves(runs))
     with suppress(MissingExtra):
-        draw_curves(curves, stem.with_suffix(".png"))
+        draw_curves(
+            {method: list(of[0][1]) for method, of in runs.items()}, stem.with_suffix(".png")
+        )
     if json:
         emit_json({"folder": str(folder), "target": goal, "rows": [asdict(row) for row in rows]})
         return
     show(f"{config.summary or name}: cost to {100 * goal:g} %", HEADER, cells)
-    out.print(f"Everything is in {folder}: {stem.name}.md, .csv and .png, and one folder a run")
+    out.print(
+        f"Everything is in {folder}: {stem.name}.md, .csv, .curves.csv and .png, a folder a run"
+    )
 
 
 def _papers(preset: str, goal: float) -> str:
