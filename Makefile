@@ -5,7 +5,7 @@ BIN    := $(VENV)/bin
 READY  := $(VENV)/.ready
 
 .DEFAULT_GOAL := help
-.PHONY: help run fleet test check lint format bench drill clean
+.PHONY: help run fleet test check lint format bench paper drill clean
 
 help: ## Show this list
 	@awk -F':.*## ' '/^[a-z]+:.*## / {printf "  \033[1mmake %-8s\033[0m %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -42,8 +42,25 @@ bench: $(READY) ## Measure; takes minutes, wants a quiet machine
 	$(BIN)/python benchmarks/codec.py
 	$(BIN)/python benchmarks/planner.py
 	$(BIN)/python benchmarks/simulator.py
+	$(BIN)/python benchmarks/winograd.py
 	$(BIN)/python benchmarks/export_latency.py
 	$(BIN)/python benchmarks/device_profile.py
+
+ALL   := --rounds 320 --set run.evaluate_every=3 --set run.checkpoint_every=12
+TUNED := $(ALL) --rates 0.01,0.03,0.05,0.1,0.2,0.4
+CIFAR := cifar10-iid --rounds 60 --set run.evaluate_every=3 --set run.checkpoint_every=12
+
+paper: $(READY) ## The paper's whole evaluation (a day on two cores; goes on where it stopped)
+	$(BIN)/anycostfl compare fmnist-iid $(TUNED) --trial 12
+	$(BIN)/anycostfl compare fmnist-noniid $(TUNED) --trial 24
+	$(BIN)/anycostfl compare fmnist-iid $(TUNED) --trial 12 --methods anycostfl,stc,fedhq --seeds 3
+	$(BIN)/anycostfl compare $(CIFAR) --methods anycostfl,anycostfl+,stc,heterofl,fedavg
+	$(BIN)/anycostfl compare fmnist-iid $(ALL)
+	$(BIN)/anycostfl compare fmnist-noniid $(ALL)
+	for kind in ablation compute radio; do \
+	  $(BIN)/anycostfl sweep $$kind fmnist-iid $(TUNED) --trial 12 || exit; done
+	$(BIN)/anycostfl sweep widths fmnist-iid $(TUNED) --trial 12 --show
+	$(BIN)/anycostfl sweep widths $(CIFAR) --show
 
 drill: $(READY) ## Kill, fill, damage, jump, stall, soak: what is lost? (a quarter of an hour)
 	$(BIN)/python -m drills
