@@ -2,7 +2,7 @@
 
 Without BatchNorm the initial weights decide how soon it trains: with PyTorch's own, signals shrink
 from layer to layer until all images look alike to the last one. So convolutions begin as in He et
-al., "Delving deep into rectifiers" (2015), by what they put out.
+al., "Delving deep into rectifiers" (2015), by what they take in; linear layers as PyTorch has them.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from anycostfl.types import ModelSpec
 
 def _convolution(inputs: int, outputs: int) -> nn.Conv2d:
     conv = nn.Conv2d(inputs, outputs, 3, padding=1)
-    nn.init.kaiming_normal_(conv.weight, mode="fan_out", nonlinearity="relu")
+    nn.init.kaiming_normal_(conv.weight, nonlinearity="relu")
     nn.init.zeros_(conv.get_parameter("bias"))
     return conv
 
