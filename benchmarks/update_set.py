@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import argparse
 import copy
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
@@ -38,7 +38,7 @@ class Stage:
 
 
 GENTLE, BRISK = TrainOptions(0.01, 32), TrainOptions(0.05, 32)
-DEEP = TrainOptions(0.02, 64)
+DEEP = TrainOptions(0.05, 64)
 STAGES = (
     Stage("tune-cnn", "fashion-mnist", "cnn", 200, 1000, GENTLE, seed=11),
     Stage("tune-cnn-brisk", "fashion-mnist", "cnn", 800, 1000, BRISK, seed=12),
@@ -47,9 +47,9 @@ STAGES = (
     Stage("cnn-late", "fashion-mnist", "cnn", 3000, 1000, BRISK, seed=1),
     Stage("resnet18", "cifar10", "resnet18", 30, 512, BRISK),
     Stage("tune-resnet18", "cifar10", "resnet18", 20, 512, BRISK, seed=11),
-    Stage("tune-vgg9", "cifar10", "vgg9", 60, 512, DEEP, seed=11),
-    Stage("vgg9-early", "cifar10", "vgg9", 30, 833, DEEP),
-    Stage("vgg9", "cifar10", "vgg9", 250, 833, DEEP),
+    Stage("tune-vgg9", "cifar10", "vgg9", 200, 512, DEEP, seed=11),
+    Stage("vgg9-early", "cifar10", "vgg9", 100, 833, DEEP),
+    Stage("vgg9", "cifar10", "vgg9", 800, 833, DEEP),
 )
 
 
@@ -60,7 +60,7 @@ def images_of(name: str, path: str) -> data.Dataset:
 
 
 def begin(net: nn.Module) -> nn.Module:
-    """He's initialisation, with which deep networks learn from the first step on."""
+    """He's initialisation, with which ResNet-18 learns from the first step on."""
     for weight in net.parameters():
         if weight.dim() > 1:
             nn.init.kaiming_normal_(weight, nonlinearity="relu")
@@ -73,13 +73,12 @@ def local_updates(stage: Stage, path: str) -> dict[str, dict[str, Tensor]]:
     draw = torch.Generator().manual_seed(stage.seed)
     torch.manual_seed(stage.seed)
     net: nn.Module = models.load(stage.model).build()
-    net = begin(net) if stage.dataset == "cifar10" else net
+    net = begin(net) if stage.model == "resnet18" else net
     shuffled = torch.randperm(len(images.train_labels), generator=draw)
     options, labels = stage.options, images.train_labels
     warm = torch.randint(len(shuffled), (stage.steps * options.batch,), generator=draw)
-    swift = replace(options, momentum=0.9) if stage.model == "vgg9" else options
     for part in torch.split(warm, 50 * options.batch):
-        train(net, images.train_images[part], labels[part], swift, draw)
+        train(net, images.train_images[part], labels[part], options, draw)
     kind = labels[shuffled]
     two = shuffled[(kind == 2 + stage.seed % 3) | (kind == 7)]
     parts = {"iid": shuffled[: stage.samples], "noniid": two[: stage.samples]}
