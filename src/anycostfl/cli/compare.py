@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -34,6 +35,7 @@ from anycostfl.compare import (
     HEADER,
     Enough,
     Records,
+    Row,
     Series,
     as_cells,
     lasted,
@@ -97,13 +99,7 @@ def compare(
     rows = [make_row(method, of_method, goal) for method, of_method in runs.items()]
     cells = as_cells(rows, _papers(preset, goal))
     stem = folder / ("tuned" if len(series.rates) > 1 else "results")
-    stem.with_suffix(".md").write_text(to_markdown(HEADER, cells))
-    stem.with_suffix(".csv").write_text(to_csv(rows))
-    stem.with_suffix(".curves.csv").write_text(to_curves(runs))
-    with suppress(MissingExtra):
-        draw_curves(
-            {method: list(of[0][1]) for method, of in runs.items()}, stem.with_suffix(".png")
-        )
+    _write(stem, rows, runs, cells)
     if json:
         emit_json({"folder": str(folder), "target": goal, "rows": [asdict(row) for row in rows]})
         return
@@ -111,6 +107,22 @@ def compare(
     out.print(
         f"Everything is in {folder}: {stem.name}.md, .csv, .curves.csv and .png, a folder a run"
     )
+
+
+def _write(
+    stem: Path,
+    rows: Sequence[Row],
+    runs: Mapping[str, Sequence[tuple[Config, Records]]],
+    cells: Sequence[Sequence[str]],
+) -> None:
+    """The table, its figures unrounded, the curves and their picture."""
+    stem.with_suffix(".md").write_text(to_markdown(HEADER, cells))
+    stem.with_suffix(".csv").write_text(to_csv(rows))
+    stem.with_suffix(".curves.csv").write_text(to_curves(runs))
+    with suppress(MissingExtra):
+        draw_curves(
+            {method: list(of[0][1]) for method, of in runs.items()}, stem.with_suffix(".png")
+        )
 
 
 def _papers(preset: str, goal: float) -> str:
