@@ -143,7 +143,7 @@ class _Convolution(torch.autograd.Function):
         image, kernels = _channels_last(image), _to_kernels(weight)
         samples, height, width, _ = image.shape
         shape = samples, height + 2 * padding - 2, width + 2 * padding - 2, len(weight)
-        output = torch.zeros(shape) if bias is None else bias.expand(shape).contiguous()
+        output = torch.zeros(shape) if bias is None else torch.empty(shape).copy_(bias)
         for portion in _portions(shape):
             tiles = portion.gather(image, TO_TILES, padding)
             portion.scatter(torch.bmm(tiles, kernels), FROM_PRODUCTS, output)
