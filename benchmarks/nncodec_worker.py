@@ -13,6 +13,7 @@ import importlib.machinery
 import io
 import json
 import sys
+import tempfile
 import time
 from collections.abc import Sequence
 from types import ModuleType
@@ -53,7 +54,11 @@ def main() -> None:
     energy = sum(float(np.square(v, dtype=np.float64).sum()) for v in update.values())
     most = int(sys.argv[2])
     for qp in map(int, sys.argv[3:]):
-        with contextlib.redirect_stdout(io.StringIO()):
+        with (
+            contextlib.redirect_stdout(io.StringIO()),
+            tempfile.TemporaryDirectory() as folder,
+            contextlib.chdir(folder),  # it leaves a copy of what it encoded where it runs
+        ):
             started = time.process_time()
             stream = nnc.compress(dict(update), qp=qp, return_bitstream=True, verbose=False)
             encoded = time.process_time()
