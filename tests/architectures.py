@@ -326,6 +326,109 @@ class Cumulative(nn.Module):
         return self.head(F.relu(self.b(self.a(x).cumsum(1))))
 
 
+class Gate(nn.Module):
+    """The first channel gates all others, so it must stay the first."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc1, self.fc2 = nn.Linear(6, 16), nn.Linear(16, 5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.fc1(x)
+        out: Tensor = self.fc2(h * torch.sigmoid(h[:, :1]))
+        return out
+
+
+class LiteralSlice(nn.Module):
+    """A part taken by numbers and averaged away: a narrower copy would take another part."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc1, self.fc2 = nn.Linear(6, 16), nn.Linear(16, 5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.fc1(x).relu()
+        out: Tensor = self.fc2(h * torch.sigmoid(h[:, 8:].mean(1, keepdim=True)))
+        return out
+
+
+class RelativeAttention(nn.Module):
+    """Attention whose mask is learned for every head, as in T5."""
+
+    def __init__(self, heads: int = 2) -> None:
+        super().__init__()
+        self.heads = heads
+        self.stem = nn.Linear(5, 16)
+        self.distances = nn.Embedding(21, heads)
+        self.query, self.key, self.value = (nn.Linear(16, 16) for _ in range(3))
+        self.head = nn.Linear(16, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.stem(x).relu()
+        parts = (layer(x) for layer in (self.query, self.key, self.value))
+        q, k, v = (p.unflatten(-1, (self.heads, -1)).transpose(1, 2) for p in parts)
+        place = torch.arange(x.shape[1])
+        mask = self.distances((place[:, None] - place).clamp(-10, 10) + 10).permute(2, 0, 1)[None]
+        seen = F.scaled_dot_product_attention(q, k, v, attn_mask=mask)
+        out: Tensor = self.head(seen.transpose(1, 2).flatten(2)).mean(1)
+        return out
+
+
+class BareNorms(nn.Module):
+    """GroupNorm without weights, and as a function: nothing tells a copy how many groups remain."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv1, self.conv2 = nn.Conv2d(3, 16, 3), nn.Conv2d(16, 16, 3)
+        self.norm = nn.GroupNorm(4, 16, affine=False)
+        self.head = nn.Linear(16, 5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.norm(self.conv1(x)).relu()
+        x = F.group_norm(self.conv2(x), 4).relu()
+        out: Tensor = self.head(x.mean((2, 3)))
+        return out
+
+
+class TrainingHead(nn.Module):
+    """A second head that only training uses."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.head, self.helper = nn.Linear(6, 16), nn.Linear(16, 5), nn.Linear(16, 5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.body(x).relu()
+        out: Tensor = self.head(h)
+        return out + 0.3 * self.helper(h) if self.training else out
+
+
+class TiedAutoencoder(nn.Module):
+    """One weight there and back: both of its dimensions are produced."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.code = nn.Linear(8, 16, bias=False)
+        self.stem, self.head = nn.Linear(6, 8), nn.Linear(8, 5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.code(self.stem(x).relu()).relu()
+        out: Tensor = self.head(F.linear(hidden, self.code.weight.t()).relu())
+        return out
+
+
+class Squeezed(nn.Module):
+    """squeeze() without a dimension: at width one it takes the channels too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv, self.head = nn.Conv2d(3, 8, 3), nn.Linear(8, 5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.head(self.conv(x).relu().mean((2, 3), keepdim=True).squeeze())
+        return out
+
+
 @dataclass(frozen=True)
 class Case:
     """An architecture, an input for it, and whether a cut equals the masked full model.
@@ -385,4 +488,11 @@ ZOO: dict[str, Case] = {
     "resnext": Case(ResNeXt, images),
     "pixel_shuffle": Case(PixelShuffle, images),
     "cumulative": Case(Cumulative, vectors),
+    "gate": Case(Gate, vectors),
+    "literal_slice": Case(LiteralSlice, vectors, masked_equal=False),
+    "relative_attention": Case(RelativeAttention, sequences, masked_equal=False),
+    "bare_norms": Case(BareNorms, images, masked_equal=False),
+    "training_head": Case(TrainingHead, vectors),
+    "tied_autoencoder": Case(TiedAutoencoder, vectors),
+    "squeezed": Case(Squeezed, images),
 }

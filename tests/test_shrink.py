@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import itertools
 import math
+from types import SimpleNamespace
+from typing import cast
 
 import pytest
 import torch
@@ -24,6 +26,7 @@ from anycostfl import (
 )
 from anycostfl.coupling import tensors_of
 from anycostfl.shrink.widths import Dial
+from architectures import ZOO
 
 
 def elastic(name: str, rule: str = "sqrt") -> ElasticModel:
@@ -39,6 +42,60 @@ def cnn() -> ElasticModel:
 @pytest.fixture(scope="module")
 def fast_cnn() -> ElasticModel:
     return elastic("cnn", "fast")
+
+
+def test_one_channel_is_not_cut_to_where_a_model_cannot_have_it() -> None:
+    net = ElasticModel(ZOO["squeezed"].build(), ZOO["squeezed"].example(2))
+    assert net.plan(1e-6).widths == {"conv": 2}
+
+
+def test_a_part_that_is_taken_by_number_keeps_its_place() -> None:
+    net = ElasticModel(ZOO["literal_slice"].build(), ZOO["literal_slice"].example(2))
+    assert net.plan(0.1).widths.keys() == {"fc1[8:]"}
+
+
+def test_tensors_that_share_memory_only_are_refused() -> None:
+    module = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 3))
+    module[2].weight.data = module[0].weight.data
+    with pytest.raises(TraceError, match=r"0\.weight and 2\.weight share memory"):
+        ElasticModel(module, torch.randn(2, 8))
+
+
+def test_what_a_model_returns_must_hold_tensors() -> None:
+    class Returns(nn.Linear):
+        def forward(self, input: Tensor) -> Tensor:  # noqa: A002 - torch's name
+            return cast("Tensor", SimpleNamespace(logits=super().forward(input)))
+
+    with pytest.raises(TraceError, match="returned SimpleNamespace"):
+        ElasticModel(Returns(4, 3), torch.randn(2, 4))
+
+
+def test_frozen_parameters_need_no_update() -> None:
+    module = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 3))
+    module[0].requires_grad_(False)
+    net = ElasticModel(module, torch.randn(2, 8))
+    plan = net.plan(0.5)
+    trained = {n: torch.ones(plan.shapes[n]) for n in ("2.weight", "2.bias")}
+    assert net.scatter(trained, plan).values.keys() == trained.keys()
+
+
+def test_a_buffer_that_is_one_number_for_all_channels_stays_as_it_is() -> None:
+    class Scaled(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.fc1, self.fc2 = nn.Linear(5, 8), nn.Linear(8, 3)
+            self.register_buffer("scale", torch.full((1,), 2.0).expand(8))
+
+        def forward(self, x: Tensor) -> Tensor:
+            out: Tensor = self.fc2(self.fc1(x) * self.scale)
+            return out
+
+    x = torch.randn(2, 5)
+    net = ElasticModel(Scaled(), x)
+    before = net.module(x)
+    net.sort_channels()
+    assert torch.allclose(net.module(x), before, atol=1e-5)
+    assert net.shrink(0.25).module(x).shape == (2, 3)
 
 
 def test_the_papers_example_halves_every_hidden_layer() -> None:

@@ -14,9 +14,11 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from anycostfl import ElasticModel, WidthPlan
+from anycostfl.aggregate import Contribution, aggregate
 from anycostfl.coupling import tensors_of
 from anycostfl.shrink.order import permute
-from anycostfl.shrink.widths import take
+from anycostfl.shrink.widths import put, take
+from anycostfl.types import Update
 from architectures import ZOO, Case
 
 BATCH = 3
@@ -146,6 +148,22 @@ def test_the_global_model_is_untouched_by_training_a_sub_model(name: str) -> Non
     sub(x).sum().backward()
     torch.optim.SGD(sub.parameters(), lr=1.0).step()
     assert all(torch.equal(t, before[n]) for n, t in tensors_of(net.module).items())
+
+
+@every
+def test_an_update_moves_every_parameter_it_holds(name: str) -> None:
+    """Also where one tensor has several names, and the rest stays."""
+    net, _ = elastic(ZOO[name])
+    before = {n: t.clone() for n, t in tensors_of(net.module).items()}
+    sub = net.shrink(0.5)
+    update = {n: torch.ones_like(p) for n, p in sub.module.named_parameters()}
+    masks = {n: torch.ones_like(p, dtype=torch.bool) for n, p in update.items()}
+    net.load(aggregate(before, [Contribution(sub.plan, Update(update, masks), 1.0)]))
+    after = tensors_of(net.module)
+    for key, parameter in net.module.named_parameters():
+        change = torch.zeros_like(parameter)
+        put(change, sub.plan.index[key], torch.ones_like(update[key]))
+        assert torch.equal(after[key], before[key] - change)
 
 
 @pytest.mark.parametrize("name", [name for name, case in ZOO.items() if case.masked_equal])

@@ -10,6 +10,8 @@ from __future__ import annotations
 import contextlib
 from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -19,17 +21,20 @@ from torch.utils._pytree import tree_leaves
 from anycostfl.coupling.atoms import AtomClasses, Label, Reason
 from anycostfl.coupling.result import Cost, Coupling, Extent, Group, Pin, Returned, Slot, Widths
 from anycostfl.coupling.rules import RULES, unknown, whole_blocks
-from anycostfl.coupling.tracer import Labels, Tracer, evaluation, follow
+from anycostfl.coupling.tracer import Labels, Observer, Tracer, evaluation, follow, practice
 from anycostfl.errors import TraceError
 
 __all__ = [
     "Coupling",
     "Group",
+    "Observer",
     "Reason",
     "Slot",
     "Widths",
     "copy_of",
     "evaluation",
+    "follow",
+    "practice",
     "tensors_of",
     "trace",
     "whole_blocks",
@@ -65,6 +70,7 @@ def trace(
     """
     tracer = Tracer(RULES, unknown)
     named = tensors_of(model)
+    _check_memory(named)
     first_name: dict[int, str] = {}
     for name, tensor in named.items():
         if first_name.setdefault(id(tensor), name) == name:
@@ -73,14 +79,39 @@ def trace(
         tracer.enter_data(tensor)
     with evaluation(model, plain=True), follow(model, tracer), tracer:
         result = _run(forward or model, inputs)
-    first_run = list(tracer.products)
+    if not _tensors(result):
+        raise TraceError(
+            f"the model returned {type(result).__name__}, which holds no tensor that can be seen; "
+            "it may return a tensor, or tuples, lists and dicts of them."
+        )
+    first_run = list(tracer.products), list(tracer.outputs)
     if any(id(tensor) not in tracer.used and tensor.dim() for tensor in named.values()):
         _explore(model, inputs, tracer)
-        tracer.products[:] = first_run  # what the example costs, not the exploration
+        tracer.products, tracer.outputs = first_run  # those of the example, not of the exploration
     for tensor in _tensors(result):
         for label in tracer.labels(tensor):
             tracer.classes.pin(label, Reason("output", "", "is an output of the model"))
     return _collect(tracer, named, {n: first_name[id(t)] for n, t in named.items()}, watch())
+
+
+def _check_memory(named: Mapping[str, Tensor]) -> None:
+    """Refuse tensors that lie on one another: moving channels of one would move the other's."""
+    spans = {
+        id(x): (x.data_ptr(), x.data_ptr() + x.element_size() * _reach(x), name)
+        for name, x in reversed(list(named.items()))  # shared ones by their first name
+        if x.numel() and x.device.type != "meta"
+    }
+    for (_, end, one), (begin, _, other) in pairwise(sorted(spans.values())):
+        if begin < end:
+            raise TraceError(
+                f"{one} and {other} share memory without being one tensor; "
+                f"to tie weights, let both names be the same nn.Parameter (a.weight = b.weight)."
+            )
+
+
+def _reach(tensor: Tensor) -> int:
+    """How many elements lie from its first to its last in memory."""
+    return 1 + sum((n - 1) * s for n, s in zip(tensor.shape, tensor.stride(), strict=True))
 
 
 def _tensors(tree: Any) -> list[Tensor]:
@@ -99,12 +130,14 @@ def _run(forward: Callable[..., Any], inputs: Sequence[Any]) -> Any:
 
 
 def _explore(model: nn.Module, inputs: Sequence[Any], tracer: Tracer) -> None:
-    """Run on the negated example too: a branch on the data may use what the first run did not."""
+    """Run on the negated example, and as in training: they may use what the first run did not."""
     negated = [-x if isinstance(x, Tensor) and x.is_floating_point() else x for x in inputs]
     for tensor in _tensors(negated):
         tracer.enter_data(tensor)
     with evaluation(model, plain=True), tracer, contextlib.suppress(Exception):
         model(*negated)
+    with practice(model), tracer, contextlib.suppress(Exception):
+        model(*inputs)
 
 
 def _collect(
@@ -154,7 +187,11 @@ def _groups(
         alike[int(signatures[root]), layout].append((root, places))
     producing = _producing(tracer, labels)
     found = [_group(members, producing) for members in alike.values() if len(members) > 1]
-    return tuple(group for group in found if any(slot.produces for slot in group.slots))
+    kept = [group for group in found if any(slot.produces for slot in group.slots)]
+    names = Counter(group.name for group in kept)
+    return tuple(
+        replace(g, name=f"{g.name}@{_lead(g.slots).dim}") if names[g.name] > 1 else g for g in kept
+    )
 
 
 def _places(
@@ -192,11 +229,16 @@ def _group(members: list[tuple[int, Places]], producing: set[Place]) -> Group:
         Slot(*place, np.array([places[place] for _, places in members]), place in producing)
         for place in members[0][1]
     )
-    lead = next((slot for slot in slots if slot.produces), slots[0])
+    lead = _lead(slots)
     # Several groups can share a weight (the parts of a split): the first position tells which.
     offset = int(lead.index.min())
     name = lead.tensor.removesuffix(".weight") + (f"[{offset}:]" if offset else "")
     return Group(name, len(members), slots, np.array([root for root, _ in members]))
+
+
+def _lead(slots: Sequence[Slot]) -> Slot:
+    """Where a group is produced, for the first time."""
+    return next((slot for slot in slots if slot.produces), slots[0])
 
 
 def _pins(

@@ -13,7 +13,7 @@ from itertools import accumulate, pairwise
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from anycostfl.coupling.atoms import Atoms, Label
 from anycostfl.coupling.tracer import Call, Labels, Product, Rule, Tracer
@@ -415,6 +415,12 @@ def attention(tracer: Tracer, call: Call) -> None:
     heads = tracer.classes.unite([q[1], k[1], v[1]] if query.shape[1] > 1 else [], why)
     tracer.classes.unite([q[3], k[3]], why)
     tracer.classes.unite([k[2], v[2]], why)
+    mask = call.arguments.get("attn_mask", call.arguments.get("attn_bias"))
+    if mask is not None:
+        own = zip(mask.shape, tracer.labels(mask), strict=True)
+        for (size, label), met in zip(list(own)[::-1], (k[2], q[2], heads, q[0]), strict=False):
+            if size > 1:
+                tracer.classes.unite([label, met], why)
     area = query.shape[0] * query.shape[2] * key.shape[2]
     head_size = (query.shape[1], heads)
     _count(tracer, area, [head_size, (query.shape[3], q[3])], (query, key))
@@ -437,7 +443,9 @@ def group_norm(tracer: Tracer, call: Call) -> None:
     """As batch norm, with channels coupled inside or across groups."""
     groups, channels = call.arguments["group"], call.arguments["C"]
     label = _norm(tracer, call, ("weight", "bias"), 1)
-    if whole_blocks(groups, channels // groups):
+    module = tracer.stack[-1][1] if tracer.stack else None
+    counted = isinstance(module, nn.GroupNorm) and module.affine  # a cut knows how many remain
+    if counted and whole_blocks(groups, channels // groups):
         tracer.classes.glue(label, groups)
     else:
         tracer.classes.tie(label, groups)

@@ -59,28 +59,69 @@ class Product:
     passes: int
 
 
+BY_POSITION = {"slice", "split", "split_with_sizes", "unsafe_split", "unsafe_split_with_sizes"}
+"""Operations that take a part by numbers, which a narrower copy may get wrong without an error."""
+
+
 @dataclass(frozen=True, slots=True)
-class ModuleOutput:
-    """The shapes and labels that one module call returned."""
+class Observed:
+    """The shapes and labels that a module call, or an operation by position in it, returned."""
 
     module: str
     shapes: tuple[tuple[int, ...], ...]
     labels: tuple[Labels, ...]
 
 
+class Observer(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch leaves it untyped
+    """Notes what every module call and every operation by position returns."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.stack: list[tuple[str, nn.Module]] = []  # the modules that are running
+        self.outputs: list[Observed] = []
+
+    def labels(self, tensor: Tensor) -> Labels:
+        """The labels of a tensor; without a trace it has none."""
+        return (None,) * tensor.dim()
+
+    @property
+    def where(self) -> str:
+        """The name of the module that is running."""
+        return self.stack[-1][0] if self.stack else ""
+
+    def observe(self, module: str, result: Any) -> None:
+        """Note a result."""
+        tensors = [x for x in tree_leaves(result) if isinstance(x, Tensor)]
+        shapes = tuple(tuple(x.shape) for x in tensors)
+        self.outputs.append(Observed(module, shapes, tuple(map(self.labels, tensors))))
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """Spare torch from loading its compiler (two seconds) only to leave this class alone."""
+        return False
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:  # signature fixed by torch
+        """Run the operation."""
+        del types
+        result = func(*args, **(kwargs or {}))
+        if func.overloadpacket.__name__ in BY_POSITION:
+            self.observe(self.where, result)
+        return result
+
+
 Rule = Callable[["Tracer", Call], None]
 
 
-class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch leaves it untyped
+class Tracer(Observer):  # type: ignore[no-untyped-call]  # torch leaves it untyped
     """Carries labels through every operation; see the module docstring."""
 
     def __init__(self, rules: dict[str, Rule], fallback: Rule) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+        super().__init__()
         self.classes = AtomClasses()
         self.products: list[Product] = []
         self.producers: list[Label] = []
-        self.outputs: list[ModuleOutput] = []
-        self.stack: list[str] = []
         self.samples = 1
         self.used: set[int] = set()
         self._rules = rules
@@ -95,13 +136,15 @@ class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch leave
         return self._labels.get(id(tensor), (None,) * tensor.dim())
 
     def assign(self, tensor: Tensor, labels: Sequence[Label]) -> None:
-        """Attach labels to a result. A dimension of size one has nothing to exchange."""
-        kept = tuple(
+        """Attach labels to a result. A dimension of size one has nothing to exchange.
+
+        A channel that was picked out alone is marked all the same: it is not like the others.
+        """
+        self.classes.touch(labels)
+        self._labels[id(tensor)] = tuple(
             None if n == 1 else label for n, label in zip(tensor.shape, labels, strict=True)
         )
-        self._labels[id(tensor)] = kept
         self._alive.append(tensor)
-        self.classes.touch(kept)
 
     def enter(self, tensor: Tensor) -> None:
         """Give a parameter, buffer or constant fresh atoms along every dimension."""
@@ -121,18 +164,13 @@ class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch leave
 
     def reason(self, call: Call, why: str) -> Reason:
         """A reason located in the module that is running."""
-        return Reason(call.name, self.stack[-1] if self.stack else "", why)
+        return Reason(call.name, self.where, why)
 
     def misfit(self, call: Call) -> Reason:
         """The reason for pinning what an operation aligns with a dimension without channels."""
         if any(id(x) in self._data for x in call.inputs):
             return self.reason(call, "meets the model's input")
         return self.reason(call, "meets a dimension that cannot shrink")
-
-    @classmethod
-    def _should_skip_dynamo(cls) -> bool:
-        """Spare torch from loading its compiler (two seconds) only to leave this class alone."""
-        return False
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Any = (), kwargs: Any = None
@@ -154,21 +192,20 @@ class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch leave
             self._data.update(id(x) for x in call.outputs)
         rule = self._rules.get(name, self._fallback)
         rule(self, call)
+        if name in BY_POSITION:
+            self.observe(self.where, result)
         return result
 
 
 @contextmanager
-def follow(model: nn.Module, tracer: Tracer) -> Iterator[None]:
-    """Tell the tracer which module is running and what each one returned."""
+def follow(model: nn.Module, observer: Observer) -> Iterator[None]:
+    """Tell the observer which module is running and what each one returned."""
 
     def enter(name: str) -> Callable[..., None]:
-        return lambda *_: tracer.stack.append(name)
+        return lambda module, _: observer.stack.append((name, module))
 
     def leave(_module: nn.Module, _args: Any, result: Any) -> None:
-        tensors = [x for x in tree_leaves(result) if isinstance(x, Tensor)]
-        shapes = tuple(tuple(x.shape) for x in tensors)
-        labels = tuple(tracer.labels(x) for x in tensors)
-        tracer.outputs.append(ModuleOutput(tracer.stack.pop(), shapes, labels))
+        observer.observe(observer.stack.pop()[0], result)
 
     handles = []
     for name, module in model.named_modules():
@@ -202,3 +239,20 @@ def evaluation(model: nn.Module, *, plain: bool = False) -> Iterator[None]:
             module.training = training
         torch._C._set_mkldnn_enabled(mkldnn)
         torch.backends.mha.set_fastpath_enabled(fast_path)
+
+
+@contextmanager
+def practice(model: nn.Module) -> Iterator[None]:
+    """Training mode without gradients; buffers, modes and random numbers are put back."""
+    modes = [(m, m.training) for m in model.modules()]
+    buffers = [(b, b.clone()) for b in model.buffers()]
+    try:
+        model.train()
+        with torch.random.fork_rng(), torch.no_grad():
+            yield
+    finally:
+        for module, training in modes:
+            module.training = training
+        with torch.no_grad():
+            for buffer, before in buffers:
+                buffer.copy_(before)

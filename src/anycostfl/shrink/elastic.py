@@ -117,16 +117,21 @@ class ElasticModel:
         return Update(values, masks)
 
     def load(self, state: Mapping[str, Tensor]) -> None:
-        """Replace the global weights; buffers may be left out. Checked first, then all or none."""
+        """Replace the global weights; buffers may be left out. Checked first, then all or none.
+
+        Of a tensor with several names the first one's value counts: updates come under that.
+        """
         own = tensors_of(self.module)
         self._check(state, {name: tensor.shape for name, tensor in own.items()})
         with torch.no_grad():
             for name, tensor in state.items():
-                own[name].copy_(tensor)
+                first = self.coupling.aliases[name]
+                if name == first or first not in state:
+                    own[name].copy_(tensor)
 
     def _check(self, state: Mapping[str, Tensor], shapes: Mapping[str, Iterable[int]]) -> None:
-        """Every parameter must be there, in its shape; buffers and second names may be."""
-        needed = [name for name, _ in self.module.named_parameters()]
+        """What is trained must be there, in its shape; all else may be."""
+        needed = [name for name, p in self.module.named_parameters() if p.requires_grad]
         problems = [f"{name} is missing" for name in needed if name not in state]
         problems += [f"{name} is not part of the model" for name in state if name not in shapes]
         problems += [

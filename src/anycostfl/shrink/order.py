@@ -56,8 +56,11 @@ def permute(coupling: Coupling, state: Mapping[str, Tensor], order: Order) -> di
 
 def permute_in_place(coupling: Coupling, state: Mapping[str, Tensor], order: Order) -> None:
     """As `permute`, into the tensors themselves, each copied no more often than need be."""
-    for name, moves in _sources(coupling, state, order).items():
+    for name, sources in _sources(coupling, state, order).items():
         moved = state[name].detach()
+        moves = {dim: source for dim, source in sources.items() if moved.stride(dim)}
+        if not moves:  # expanded: one value stands for all channels
+            continue
         *first, (last_dim, last_source) = moves.items()
         for dim, source in first:
             moved = _gather(moved, dim, source)

@@ -1,10 +1,11 @@
 """A trace checks itself before anyone relies on it.
 
-Two experiments on the real model. First, moving channels must not move the output: a group whose
-random permutation does is pinned. Second, a cut must follow the trace: at random widths every
-module of the sub-model must return the shapes that the trace predicts. If one does not, in this
-order: the groups of that module turn together (one dial), or the model's literal sizes are
-rewritten, or those groups are pinned.
+Two experiments on the real model. First, moving channels must not move the output: a group that
+does when it is turned or shuffled is pinned. Second, a cut must follow the trace: at random widths
+and at the narrowest, every module of the sub-model, and whatever takes a part by position, must
+return the shapes that the trace predicts, and the sub-model must run in training too. If one does
+not, in this order: a single channel is not enough and two are, or the groups of that module turn
+together (one dial), or the model's literal sizes are rewritten, or those groups are pinned.
 """
 
 from __future__ import annotations
@@ -18,16 +19,28 @@ import torch
 from torch import Tensor, fx, nn
 from torch.utils._pytree import tree_leaves
 
-from anycostfl.coupling import Coupling, Reason, evaluation, tensors_of, trace
+from anycostfl.coupling import (
+    Coupling,
+    Observer,
+    Reason,
+    evaluation,
+    follow,
+    practice,
+    tensors_of,
+    trace,
+)
 from anycostfl.shrink.cut import cut
 from anycostfl.shrink.literals import as_graph, rewrite, trace_graph
-from anycostfl.shrink.order import permute
+from anycostfl.shrink.order import Order, permute
 from anycostfl.shrink.widths import Dial, regions
 
 TOLERANCE = 1e-5
 """How far permuted channels may move the output, relative to its largest entry."""
 
 TRIALS = 2
+"""Random widths, beside the narrowest."""
+
+State = dict[str, Tensor]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -81,16 +94,22 @@ def pin_movers(model: nn.Module, inputs: Sequence[Any], coupling: Coupling) -> C
 def _displacement(
     model: nn.Module, inputs: Sequence[Any], coupling: Coupling, names: Sequence[str]
 ) -> float:
-    """How far the output moves, relative to its size, when these groups are shuffled."""
+    """How far the output moves, relative to its size, when these groups are turned or shuffled."""
     generator = torch.Generator().manual_seed(0)
-    order = {
-        g.name: torch.randperm(g.size, generator=generator)
-        if g.name in names
-        else torch.arange(g.size)
-        for g in coupling.groups
-    }
     own = {n: t for n, t in tensors_of(model).items() if coupling.aliases[n] == n}
     state = _stirred(own, generator)
+    turned = {g.name: torch.arange(g.size).roll(int(g.name in names)) for g in coupling.groups}
+    shuffled = {
+        name: places[torch.randperm(len(places), generator=generator)] if name in names else places
+        for name, places in turned.items()
+    }
+    return max(_moved(model, inputs, coupling, state, order) for order in (turned, shuffled))
+
+
+def _moved(
+    model: nn.Module, inputs: Sequence[Any], coupling: Coupling, state: State, order: Order
+) -> float:
+    """How far the output moves by one order of channels."""
     moved = _distance(model, inputs, state, permute(coupling, state, order))
     if moved <= TOLERANCE:
         return moved
@@ -102,9 +121,7 @@ def _displacement(
         return moved
 
 
-def _distance(
-    model: nn.Module, inputs: Sequence[Any], state: dict[str, Tensor], moved: dict[str, Tensor]
-) -> float:
+def _distance(model: nn.Module, inputs: Sequence[Any], state: State, moved: State) -> float:
     """The largest difference between the outputs of two states, relative to the largest output."""
     before, after = (torch.cat(_outputs(model, s, inputs)) for s in (state, moved))
     return float((before - after).abs().max() / before.abs().max().clamp(min=1e-30))
@@ -122,7 +139,7 @@ def _stirred(state: Mapping[str, Tensor], generator: torch.Generator) -> dict[st
     return stirred
 
 
-def _outputs(model: nn.Module, state: dict[str, Tensor], inputs: Sequence[Any]) -> list[Tensor]:
+def _outputs(model: nn.Module, state: State, inputs: Sequence[Any]) -> list[Tensor]:
     dtype = next((t.dtype for t in state.values() if t.is_floating_point()), torch.float32)
     given = tuple(
         x.to(dtype) if isinstance(x, Tensor) and x.is_floating_point() else x for x in inputs
@@ -136,7 +153,7 @@ def _outputs(model: nn.Module, state: dict[str, Tensor], inputs: Sequence[Any]) 
 
 @dataclass(frozen=True, slots=True)
 class Failure:
-    """The first module call whose result is not what the trace predicts."""
+    """The first module call or operation whose result is not what the trace predicts."""
 
     position: int
     module: str
@@ -144,13 +161,18 @@ class Failure:
 
 
 def first_failure(recipe: Recipe, inputs: Sequence[Any]) -> Failure | None:
-    """Try cuts at random widths; the earliest failure of any, or None."""
+    """Try cuts at the narrowest and at random widths; the earliest failure of any, or None."""
     random = np.random.default_rng(0)
+    positions = [[dial.least for dial in recipe.dials]]
+    positions += [
+        [int(random.integers(d.least, max(d.steps, d.least + 1))) for d in recipe.dials]
+        for _ in range(TRIALS)
+    ]
     failures = []
-    for _ in range(TRIALS if recipe.dials else 0):
+    for chosen in positions if recipe.dials else []:
         widths: dict[str, int] = {}
-        for dial in recipe.dials:
-            widths |= dial.widths(int(random.integers(1, max(dial.steps, 2))))
+        for dial, position in zip(recipe.dials, chosen, strict=True):
+            widths |= dial.widths(position)
         failure = _try_cut(recipe, widths, inputs)
         if failure is not None:
             failures.append(failure)
@@ -163,38 +185,37 @@ def _try_cut(recipe: Recipe, widths: Mapping[str, int], inputs: Sequence[Any]) -
         small = recipe.build(widths)
     except Exception as error:
         return Failure(-1, "", f"cannot be copied: {error}")
-    seen, message = _module_outputs(small, inputs)
+    observer = Observer()
+    message = _run(small, inputs, observer)
+    seen = [(o.module, o.shapes) for o in observer.outputs]
     for position, (wanted, got) in enumerate(zip(expected, seen, strict=False)):
         if wanted != got:
             return Failure(position, got[0], f"returned {got[1]} where {wanted[1]} was expected")
     if message is not None:
         module = expected[len(seen)][0] if len(seen) < len(expected) else ""
         return Failure(len(seen), module, message)
+    if _practises(recipe.source, inputs) and not _practises(small, inputs):
+        return Failure(len(seen), "", "does not run in training mode")
     return None
 
 
-def _module_outputs(
-    model: nn.Module, inputs: Sequence[Any]
-) -> tuple[list[tuple[str, tuple[tuple[int, ...], ...]]], str | None]:
-    """What each module call returned, in order, and the message if the model failed on the way."""
-    seen = []
-    handles = []
-    for name, module in model.named_modules():
-
-        def leave(_m: nn.Module, _a: Any, result: Any, name: str = name) -> None:
-            tensors = (x for x in tree_leaves(result) if isinstance(x, Tensor))
-            seen.append((name, tuple(tuple(x.shape) for x in tensors)))
-
-        handles.append(module.register_forward_hook(leave))
+def _run(model: nn.Module, inputs: Sequence[Any], observer: Observer) -> str | None:
+    """Let the model run as when it was traced; the message if it fails on the way."""
     try:
-        with evaluation(model):
+        with evaluation(model, plain=True), follow(model, observer), observer:
             model(*inputs)
     except Exception as error:
-        return seen, str(error).splitlines()[0]
-    finally:
-        for handle in handles:
-            handle.remove()
-    return seen, None
+        return str(error).partition("\n")[0]
+    return None
+
+
+def _practises(model: nn.Module, inputs: Sequence[Any]) -> bool:
+    try:
+        with practice(model):
+            model(*inputs)
+    except Exception:
+        return False
+    return True
 
 
 # --- what to do about a failure ----------------------------------------------------------------
@@ -205,6 +226,10 @@ def _mend(
 ) -> tuple[Recipe, Failure | None]:
     """The first remedy that gets further than the failure; see the module docstring."""
     names = _groups_of(recipe, failure.module)
+    wider = _two_at_least(recipe, names)
+    after = first_failure(wider, inputs)
+    if after is None or after.position > failure.position:
+        return wider, after
     together = _turn_together(recipe, names)
     after = first_failure(together, inputs)
     if after is None or after.position > failure.position:
@@ -243,6 +268,17 @@ def _groups_of(recipe: Recipe, module: str) -> set[str]:
         if found or not module:
             return found
         module = module.rpartition(".")[0]
+
+
+def _two_at_least(recipe: Recipe, names: set[str]) -> Recipe:
+    """Let no dial of these groups go down to its last position."""
+    dials = (
+        replace(dial, least=min(2, dial.steps))
+        if names & {name for name, _ in dial.sizes}
+        else dial
+        for dial in recipe.dials
+    )
+    return replace(recipe, dials=tuple(dials))
 
 
 def _turn_together(recipe: Recipe, names: set[str]) -> Recipe:

@@ -38,6 +38,7 @@ class Dial:
     """
 
     sizes: tuple[tuple[str, int], ...]
+    least: int = 1  # the narrowest position at which the model works
 
     @property
     def steps(self) -> int:
@@ -77,7 +78,7 @@ def sqrt_rule(_coupling: Coupling, dials: tuple[Dial, ...], alpha: float) -> dic
     scale = math.sqrt(alpha)
     widths: dict[str, int] = {}
     for dial in dials:
-        widths |= dial.widths(max(1, math.floor(scale * dial.steps + 1e-9)))
+        widths |= dial.widths(max(dial.least, math.floor(scale * dial.steps + 1e-9)))
     return widths
 
 
@@ -133,7 +134,7 @@ def _chain(coupling: Coupling, dials: tuple[Dial, ...], *, halving: bool) -> tup
         options = []
         for order, dial in enumerate(dials):
             lower = _next_position(dial, position[dial], channels)
-            if lower > 0:
+            if lower >= dial.least:
                 ratio, _ = link({**position, dial: lower})
                 options.append((-lower / dial.steps, -ratio, order, lower))
         if not options:
