@@ -2,6 +2,8 @@
 
 import random
 import tracemalloc
+from collections.abc import Mapping
+from itertools import pairwise
 
 import numpy as np
 import pytest
@@ -146,6 +148,35 @@ def test_one_element_and_one_distinct_value_are_exact() -> None:
 def test_values_of_any_scale_are_exact_where_they_can_be(value: float) -> None:
     signs = torch.randn(40, 32, generator=torch.Generator().manual_seed(0)).sign()
     assert lossless({"w": signs * value}, beta=0.1)
+
+
+@pytest.mark.parametrize("codec", ["kernel", "kernel+"])
+def test_an_update_of_mostly_zeros_is_not_cut_short(codec: str) -> None:
+    update = {"weight": torch.zeros(512, 3136), "bias": torch.randn(10)}
+    decoded = decompress(compress(update, 1 / 15, seed=0, codec=codec), update).values
+    assert error(update, decoded) < 1e-9
+
+
+@pytest.mark.parametrize("codec", ["kernel", "kernel+"])
+def test_values_of_few_kinds_are_exact_where_there_is_room(codec: str) -> None:
+    update = {"w": torch.randn(30, 100).round()}
+    decoded = decompress(compress(update, 0.5, seed=0, codec=codec), update).values
+    assert error(update, decoded) < 1e-6
+
+
+@pytest.mark.parametrize("codec", ["kernel", "kernel+"])
+def test_more_bytes_are_never_much_worse(codec: str) -> None:
+    update = {"w": torch.randn(81, 18), "s": torch.randn(77, 5).sign()}
+    errors = [
+        error(update, decompress(compress(update, beta, seed=0, codec=codec), update).values)
+        for beta in (1 / 16, 1 / 8, 1 / 4, 1 / 2, 1.0)
+    ]
+    assert all(more <= 1.5 * less + 1e-9 for less, more in pairwise(errors))
+
+
+def error(update: Mapping[str, Tensor], decoded: Mapping[str, Tensor]) -> float:
+    lost = sum(float((update[n] - decoded[n]).double().square().sum()) for n in update)
+    return lost / sum(float(t.double().square().sum()) for t in update.values())
 
 
 def test_huge_and_tiny_values_together_stay_finite_and_in_range() -> None:

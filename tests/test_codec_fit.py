@@ -71,7 +71,7 @@ def test_fit_of_an_update_predicts_what_refinement_finds() -> None:
     update = rows_of_unequal_size()
     fit, ready = fit_update(update, BLOCKS), draft(update)
     for beta in (1 / 128, 1 / 32, 1 / 8):
-        levels, kept, _ = refine.choose(ready, byte_budget(beta, ready.flat.size), Guess(0.9, 2))
+        levels, kept = refine.choose(ready, byte_budget(beta, ready.flat.size), Guess(0.9, 2))
         guess = fit.predict(beta)
         assert 0.5 <= guess.levels / levels <= 2
         assert abs((1 - guess.sparsity) - kept / ready.spans.start.size) < 0.05

@@ -66,6 +66,19 @@ def test_budget_is_well_used_though_the_estimate_errs(beta: float) -> None:
     assert len(packed(update, beta)) >= 0.97 * byte_budget(beta, 184 * 170)
 
 
+def test_values_of_few_kinds_are_not_dropped_though_sizes_jump() -> None:
+    values = torch.randn(300, 400)
+    update = {"w": values.sign() * (values.abs() > 1)}
+    payload = compress(update, 1 / 30, seed=0, codec="lowrank")
+    assert len(payload) > byte_budget(1 / 30, values.numel()) / 2
+    assert decompress(payload, update).values["w"].any()
+
+
+def test_integers_are_refused() -> None:
+    with pytest.raises(UpdateError, match="floating point"):
+        compress({"w": torch.arange(400)}, 1 / 4, seed=0, codec="lowrank")
+
+
 def test_more_bytes_mean_less_error() -> None:
     errors = [error(sample(), beta) for beta in (0.01, 0.02, 0.05, 0.1, 0.2, 0.4, 0.8)]
     assert errors == sorted(errors, reverse=True)

@@ -10,7 +10,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from anycostfl import models
-from anycostfl.train import TrainOptions, count_correct, train
+from anycostfl.shrink import calibration_batches, recalibrate
+from anycostfl.train import TrainOptions, batches, count_correct, train
 
 
 def reference(
@@ -55,6 +56,47 @@ def test_equals_the_textbook_loop(options: TrainOptions) -> None:
     got = train(module, images, labels, options, torch.Generator().manual_seed(3))
     for name, update in wanted.items():
         assert torch.allclose(got[name], update, rtol=1e-3, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("samples", "size", "wanted"),
+    [
+        (20, 7, [7, 7, 6]),
+        (21, 7, [7, 7, 7]),
+        (15, 7, [7, 8]),
+        (1, 7, [1]),
+        (8, 7, [8]),
+        (3, 1, [1, 1, 1]),
+    ],
+)
+def test_no_batch_of_one_is_left_over(samples: int, size: int, wanted: list[int]) -> None:
+    parts = batches(torch.arange(samples), size)
+    assert [len(part) for part in parts] == wanted
+    assert torch.equal(torch.cat(parts), torch.arange(samples))
+
+
+def test_batch_norm_trains_on_any_number_of_samples() -> None:
+    module = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Linear(8, 3))
+    images, labels = torch.randn(9, 4), torch.arange(9) % 3
+    update = train(module, images, labels, TrainOptions(0.1, 8), torch.Generator())
+    assert update["0.weight"].any()
+    recalibrate(module, calibration_batches(torch.randn(129, 4)))
+
+
+def test_what_a_batch_does_not_use_stays() -> None:
+    class Either(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.one, self.other = nn.Linear(4, 3), nn.Linear(4, 3)
+
+        def forward(self, x: Tensor) -> Tensor:
+            out: Tensor = self.one(x) if float(x.sum()) > 0 else self.other(x)
+            return out
+
+    images, labels = torch.ones(4, 4), torch.arange(4) % 3
+    update = train(Either(), images, labels, TrainOptions(0.1, 4), torch.Generator())
+    assert update["one.weight"].any()
+    assert not update["other.weight"].any()
 
 
 def test_the_update_is_before_minus_after() -> None:

@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from anycostfl import models, winograd
 from anycostfl.train import TrainOptions, train
@@ -133,6 +134,49 @@ def test_other_cases_are_left_to_torch() -> None:
         assert counted(layer, image)[1] == 0
     torch.set_num_threads(2)
     assert counted(layer, image)[1] == 0
+
+
+class Follows(nn.Module):
+    """A convolution whose output is written to in place, and one that is recomputed."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem, self.conv = nn.Conv2d(1, 32, 3, padding=1), nn.Conv2d(32, 32, 3, padding=1)
+        self.relu, self.head = nn.ReLU(inplace=True), nn.Linear(32, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.stem(x)
+        out: Tensor = self.conv(h)
+        out += h
+        out = checkpoint(self.conv, self.relu(out), use_reentrant=False)
+        logits: Tensor = self.head(self.relu(out).mean((2, 3)))
+        return logits
+
+
+def test_what_follows_may_write_in_place_and_recompute() -> None:
+    torch.manual_seed(0)
+    module, images = Follows(), torch.randn(8, 1, 8, 8)
+    plain, fast = (
+        train(
+            copy.deepcopy(module),
+            images,
+            torch.arange(8) % 3,
+            TrainOptions(0.05, 8, winograd=on),
+            torch.Generator().manual_seed(3),
+        )
+        for on in (False, True)
+    )
+    for name, update in plain.items():
+        assert distance(fast[name], update.double()) < 1e-4
+
+
+def test_another_default_dtype_does_not_matter() -> None:
+    image, weight = torch.randn(2, 32, 8, 8), torch.randn(32, 32, 3, 3)
+    torch.set_default_dtype(torch.float64)
+    try:
+        assert convolve(image, weight).dtype == torch.float32
+    finally:
+        torch.set_default_dtype(torch.float32)
 
 
 def test_frozen_layers_have_no_gradients() -> None:

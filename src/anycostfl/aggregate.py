@@ -88,6 +88,7 @@ def aggregate(
     """The next global state without momentum: what is agreed upon is taken off, element by element.
 
     Tensors that nobody sends (running statistics) stay as they are. Sums are kept in float64.
+    Of the rules, `clip` and `agree` look at whole rounds and are the server's to apply before.
     """
     return advance(like, contributions, replace(rules or Rules(), momentum=0.0), {})[0]
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, TypeVar, cast
+from typing import Any, Literal, TypeVar, cast
 
 import numba
 
@@ -16,9 +16,16 @@ def compiled(loop: Loop) -> Loop:
     No fast-math: IEEE results, so every CPU decodes the same bytes to the same values. Numba does
     not check indices, so a loop that reads a payload checks them itself.
     """
-    return cast(Loop, numba.njit(cache=True, nogil=True)(loop))
+    return _compile(loop)
 
 
 def inlined(loop: Loop) -> Loop:
     """The same for a small function inside hot loops: its body replaces every call."""
-    return cast(Loop, numba.njit(cache=True, nogil=True, inline="always")(loop))
+    return _compile(loop, inline="always")
+
+
+def _compile(loop: Loop, inline: Literal["never", "always"] = "never") -> Loop:
+    try:
+        return cast(Loop, numba.njit(cache=True, nogil=True, inline=inline)(loop))
+    except RuntimeError:  # no folder to keep it in, as in a container that cannot be written to
+        return cast(Loop, numba.njit(nogil=True, inline=inline)(loop))

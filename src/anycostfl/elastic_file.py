@@ -15,6 +15,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
@@ -48,7 +49,8 @@ def load_elastic(path: Path | str) -> ElasticModel:
     """The model of a file that `save_elastic` or `anycostfl export --format elastic` wrote."""
     about, state = _read(path)
     spec = models.load(str(about.get("model")))
-    net = ElasticModel(spec.build(), spec.example(2), rule=str(about.get("widths")))
+    with torch.random.fork_rng():  # initial weights and the example are drawn
+        net = ElasticModel(spec.build(), spec.example(2), rule=str(about.get("widths")))
     net.load(state)
     net.module.eval()
     return net
@@ -61,6 +63,7 @@ def _read(path: Path | str) -> tuple[dict[str, Any], dict[str, Tensor]]:
             tensors = {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118 - no mapping
     except (SafetensorError, OSError, ValueError) as error:
         raise ElasticFileError(f"cannot read an elastic model from {path}: {error}") from error
+    about = about if isinstance(about, dict) else {}
     if about.get("kind") != "elastic":
         holds = f"the width α = {about['alpha']} alone" if "alpha" in about else "something else"
         raise ElasticFileError(

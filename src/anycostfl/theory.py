@@ -27,7 +27,7 @@ import numpy as np
 import numpy.typing as npt
 
 from anycostfl.checks import FloatArray, Interval
-from anycostfl.errors import ConfigError
+from anycostfl.errors import ConfigError, UnknownName
 
 SHARE = Interval(0.0, 1.0)
 
@@ -92,6 +92,7 @@ class RateDistortion:
         return quality
 
 
+AS_THE_PAPER = ("kernel",)  # β is what the paper says it is worth
 RATES = (1 / 500, 1 / 100, 1 / 40, 1 / 15)
 MEASURED = {
     "kernel+": RateDistortion(RATES, (0.5118, 0.2545, 0.1120, 0.0187)),
@@ -105,6 +106,9 @@ def quality(codec: str, beta: npt.ArrayLike) -> FloatArray:
     """q(β) of a codec: measured, or β itself for the paper's."""
     if codec in MEASURED:
         return MEASURED[codec].quality(beta)
+    if codec not in AS_THE_PAPER:
+        known = ", ".join((*AS_THE_PAPER, *MEASURED))
+        raise UnknownName(f"no codec {codec!r} has a measured quality; there are {known}")
     return np.asarray(beta, np.float64)
 
 
@@ -134,4 +138,4 @@ def rounds_to(target: float, *, factor: float, start: float) -> float:
         return math.inf
     if factor <= 0.0:
         return 2.0
-    return 1.0 + math.ceil(math.log(target / start) / math.log(factor) - 1e-12)
+    return 1.0 + math.ceil((math.log(target) - math.log(start)) / math.log(factor) - 1e-12)

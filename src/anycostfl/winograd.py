@@ -140,16 +140,19 @@ class _Convolution(torch.autograd.Function):
         ctx: Any, image: Tensor, weight: Tensor, bias: Tensor | None, padding: int
     ) -> Tensor:
         """Portion by portion: tiles, products, outputs."""
+        ctx.save_for_backward(image, weight)  # as torch does, so that either can recompute for it
+        ctx.padding = padding
         image, kernels = _channels_last(image), _to_kernels(weight)
         samples, height, width, _ = image.shape
-        shape = samples, height + 2 * padding - 2, width + 2 * padding - 2, len(weight)
-        output = torch.zeros(shape) if bias is None else torch.empty(shape).copy_(bias)
-        for portion in _portions(shape):
+        shape = samples, len(weight), height + 2 * padding - 2, width + 2 * padding - 2
+        # What is returned is no view, so that whoever follows may write to it in place.
+        output = torch.empty(shape, dtype=image.dtype, memory_format=torch.channels_last)
+        last = output.permute(0, 2, 3, 1)
+        last.copy_(image.new_zeros(()) if bias is None else bias)
+        for portion in _portions(last.shape):
             tiles = portion.gather(image, TO_TILES, padding)
-            portion.scatter(torch.bmm(tiles, kernels), FROM_PRODUCTS, output)
-        ctx.save_for_backward(image, weight)
-        ctx.padding = padding
-        return output.permute(0, 3, 1, 2)
+            portion.scatter(torch.bmm(tiles, kernels), FROM_PRODUCTS, last)
+        return output
 
     @staticmethod
     @once_differentiable
@@ -157,7 +160,8 @@ class _Convolution(torch.autograd.Function):
         """The gradients of image, weight and bias that are asked for."""
         image, weight = ctx.saved_tensors
         wants_image, wants_weight, wants_bias, _ = ctx.needs_input_grad
-        gradient, kernels = _channels_last(gradient), _to_kernels(weight)
+        image, gradient = _channels_last(image), _channels_last(gradient)
+        kernels = _to_kernels(weight)
         of_image, of_kernels = torch.zeros_like(image), torch.zeros_like(kernels)
         for portion in _portions(gradient.shape):
             products = portion.gather(gradient, TO_PRODUCTS)
@@ -208,7 +212,7 @@ class Portion:
 
     def gather(self, image: Tensor, by: Transform, margin: int = 0) -> Tensor:
         """Tiles, transformed, as (place, tile, channel); they begin `margin` before the image."""
-        tiles = torch.empty(len(by[2]) ** 2, self.count, image.shape[3])
+        tiles = image.new_empty(len(by[2]) ** 2, self.count, image.shape[3])
         grid = self.rows, self.columns, margin
         _gather(image.numpy(), by, grid, self.first, tiles.numpy())
         return tiles

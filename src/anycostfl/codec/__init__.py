@@ -50,7 +50,7 @@ def compress(
         update: Floating-point tensors by parameter name.
         beta: Payload bits over 32 bits per element, in (0, 1].
         seed: Chooses the quantizer's draws; the same seed gives the same bytes. Low rank draws
-            nothing.
+            nothing; its bytes may depend on how many threads torch computes with.
         codec: One of `CODECS`.
         blocks: How many consecutive inputs one channel owns, per weight where it is known.
         binding: What the payload belongs to (run, round, device, plan); the decoder checks it.

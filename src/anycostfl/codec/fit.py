@@ -65,7 +65,7 @@ def fit_update(update: Mapping[str, Tensor], blocks: Mapping[str, int]) -> Fit:
     draft = Draft.of(kernels.flatten(update, parts), parts, 0, bond(b"", shapes))
     guess, knots = Guess(sparsity=0.0, levels=256), []
     for beta in BETAS:
-        levels, kept, _ = choose(draft, int(beta * 4 * draft.flat.size), guess)
+        levels, kept = choose(draft, int(beta * 4 * draft.flat.size), guess)
         guess = Guess(1 - kept / draft.spans.start.size, levels)
         knots.append((beta, round(guess.sparsity, 5), float(levels)))
     return Fit(*zip(*sorted(knots), strict=True))

@@ -18,6 +18,8 @@ def flatten(update: Mapping[str, Tensor]) -> Floats:
     """All elements as float32; one that is not finite is an error that names its tensor."""
     pieces = []
     for name in sorted(update):
+        if not update[name].is_floating_point():
+            raise UpdateError(f"{name} is {update[name].dtype}; an update is floating point")
         piece = update[name].detach().to("cpu", torch.float32).flatten().numpy()
         if not np.isfinite(piece).all():
             raise UpdateError(f"{name} has an element that is not finite in float32")

@@ -97,9 +97,12 @@ def compress_lowrank(update: Sequence[Floats], budget: int, tie: Bond) -> bytes:
     draft = Draft(update, budget, tie)
     best, ratio, away = seal(MAGIC, b"", tie), EXPECTED, AWAY
     fails, fits = FINEST - 1, COARSEST + 1  # the nearest steps tried; at first outside the scale
-    for _ in range(TRIES if any(draft.readings) else 0):
+    for attempt in range(2 * TRIES if any(draft.readings) else 0):
+        if attempt == TRIES and fits <= COARSEST:
+            break
         index = _coarsen(draft, 8 * (budget - OVERHEAD) * (1 + FILLED) / 2 / ratio)
-        if not fails < index < fits:  # the estimate errs: search without it
+        # Where the estimate errs, or sizes jump (values of few kinds) and nothing fits: without it.
+        if attempt >= TRIES or not fails < index < fits:
             index = _between(fails, fits, away)
             away *= 4
         payload = draft.encode(index)

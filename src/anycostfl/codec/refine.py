@@ -80,6 +80,14 @@ class Draft:
         )
         return wire.pack(frame, self.tie)
 
+    def is_exact(self, levels: int) -> bool:
+        """Whether every element lies on a point when all kernels are kept."""
+        grid = kernels.grid_for(self.norms, self.order, levels)
+        sizes = np.abs(self.flat[self.flat != 0]).astype(np.float64)
+        places = (sizes - grid.u_min) / (grid.step or 1.0)
+        lost = float(np.square(places - np.rint(places)).sum()) * grid.step**2
+        return lost <= EXACT * float(self.norms.energy.sum())
+
     def nothing(self) -> bytes:
         """The payload that says that nothing is kept."""
         return seal(kernelplus.MAGIC if self.in_context else wire.MAGIC, b"", self.tie)
@@ -100,14 +108,14 @@ def fill(draft: Draft, budget: int, guess: Guess) -> bytes:
     """The payload of least error that fits `budget` bytes and leaves little of it unused."""
     if not draft.order.size:
         return draft.nothing()
-    levels, start, error = choose(draft, budget, guess)
+    levels, start = choose(draft, budget, guess)
     kept, payload = _most_kernels(draft, levels, start, budget)
     if payload is None:  # not one kernel at this L: the coarsest points are the last resort
         levels = 1
         kept, payload = _most_kernels(draft, levels, 1, budget)
     if payload is None:
         return draft.nothing()
-    if kept == draft.order.size and error <= EXACT * draft.norms.energy.sum():
+    if kept == draft.order.size and draft.is_exact(levels):
         return payload
     if len(payload) < FILLED * budget:
         # Whole kernels are too coarse to use the rest, or none is left: finer points can.
@@ -167,8 +175,8 @@ def _largest(  # noqa: PLR0917 - a search has bounds, a start and an end
     return fits, best
 
 
-def choose(draft: Draft, budget: int, guess: Guess) -> tuple[int, int, float]:
-    """The levels of least expected error, how many kernels they allow, and that error."""
+def choose(draft: Draft, budget: int, guess: Guess) -> tuple[int, int]:
+    """The levels of least expected error, and how many kernels they allow."""
     sweep = _Sweep.of(draft, budget, guess.sparsity)
     seen: dict[int, tuple[float, int]] = {}
 
@@ -188,7 +196,7 @@ def choose(draft: Draft, budget: int, guess: Guess) -> tuple[int, int, float]:
     kept = max(1, seen[best][1])
     # The sweep's step belongs to the largest of all elements; the kept ones may reach less far.
     reach = draft.norms.largest[draft.order[:kept]].max() / draft.norms.largest.max()
-    return max(1, round(2 ** (best / 2) * float(reach))), kept, seen[best][0]
+    return max(1, round(2 ** (best / 2) * float(reach))), kept
 
 
 @dataclass(frozen=True, slots=True)
@@ -207,7 +215,8 @@ class _Sweep:
         """Sample so that about `SWEPT_ELEMENTS` are swept if the guess of ρ is right."""
         count = draft.spans.start.size
         guessed = draft.flat.size * kernels.kept_for(sparsity, count) // count
-        stride = max(1, guessed // SWEPT_ELEMENTS)
+        there = int(draft.spans.length[draft.order].sum())  # in kernels that are not all zeros
+        stride = max(1, min(guessed, there) // SWEPT_ELEMENTS)
         energy = draft.norms.energy[draft.order]
         dropped = np.append(energy[::-1].cumsum()[::-1], 0.0)
         fixed = OVERHEAD + TENSOR_BYTES * min(len(draft.parts), 8) + OTHER_BYTES
@@ -280,10 +289,13 @@ def _level_bits(counts: Doubles, elements: int) -> float:
 
 @compiled
 def _table_bits(counts: Doubles, stride: int) -> float:
-    occurring = 0
+    occurring, runs, inside = 0, 0, False  # runs of levels that do not occur, each with a length
     for count in counts:
-        occurring += count * stride > 0.5
-    return 10.0 * occurring
+        occurs = count * stride > 0.5
+        occurring += occurs
+        runs += inside and not occurs
+        inside = occurs
+    return 10.0 * occurring + 16.0 * runs
 
 
 @compiled

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+import torch
 from torch import Tensor, nn
 
 from anycostfl.coupling import evaluation
@@ -38,6 +39,9 @@ def recalibrate(module: nn.Module, batches: Iterable[Tensor]) -> None:
 
 
 def calibration_batches(images: Tensor) -> list[Tensor]:
-    """The training images on which BatchNorm statistics are measured (docs/decisions/0003)."""
-    chosen = images[:RECALIBRATION_IMAGES]
-    return [chosen[i : i + 128] for i in range(0, len(chosen), 128)]
+    """The training images on which BatchNorm statistics are measured (docs/decisions/0003).
+
+    A last batch of one is left out: it has no variance.
+    """
+    batches = torch.split(images[:RECALIBRATION_IMAGES], 128)
+    return [batch for batch in batches if len(batch) > 1 or len(batches) == 1]
