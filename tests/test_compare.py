@@ -35,6 +35,7 @@ from anycostfl.compare import (
     to_markdown,
 )
 from anycostfl.config import preset_names
+from anycostfl.errors import AnycostError
 from anycostfl.records import InUse, only_one, read_journal
 from anycostfl.types import DeviceRecord, RoundRecord
 from small_runs import small_config, small_overrides
@@ -143,7 +144,7 @@ def test_a_run_does_not_go_on_with_another_method_of_the_same_name(
     first = series.advance(case, lasted(1))
     assert series.advance(case, lasted(1)) == tuple(first)
     own.write_text("two = 2")
-    with pytest.raises(CannotCompare, match=r"another methods/fedavg\.py"):
+    with pytest.raises(AnycostError, match=r"another methods/fedavg\.py"):
         series.advance(case, lasted(1))
 
 

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from anycostfl import config, models
+from anycostfl.codec.frame import OVERHEAD
 from anycostfl.errors import ConfigError, UnknownName
 from anycostfl.types import Limits, Profile, Workload, make_devices
 
@@ -206,6 +207,19 @@ def test_methods_of_any_name_have_rates_that_read_back() -> None:
     asked = config.load_preset("demo", ["rates.anycostfl+=0.02", f"rates.{VARIANT}=0.03"])
     assert config.parse_config(config.to_toml(asked), "here") == asked
     assert asked.rates[VARIANT] == 0.03
+
+
+@pytest.mark.parametrize("rate", ["0", "-1", "5"])
+def test_a_rate_that_is_no_share_is_refused_at_once(rate: str) -> None:
+    with pytest.raises(ConfigError, match=rf"rates\.stc: given {rate}, allowed above 0"):
+        config.load_preset("demo", [f"rates.stc={rate}"])
+
+
+def test_no_upload_is_planned_without_room_for_its_frame() -> None:
+    asked = config.load_preset("demo", ["limits.beta_min=0"])
+    least = asked.limits_of("anycostfl").beta_min
+    budget = least * asked.limits.alpha_min * asked.workload.size_bits / 8
+    assert budget == pytest.approx(OVERHEAD)
 
 
 def test_bases_in_a_circle_and_missing_files_are_named(tmp_path: Path) -> None:

@@ -19,6 +19,7 @@ import torch
 from click.testing import Result
 from safetensors import safe_open
 from safetensors.torch import load_file
+from torch import nn
 from typer.testing import CliRunner
 
 import anycostfl
@@ -30,6 +31,7 @@ from anycostfl.data import load
 from anycostfl.elastic_file import ElasticFileError
 from anycostfl.errors import AlphaError, AnycostError, ConfigError, InfeasibleBudget, MissingExtra
 from anycostfl.export import (
+    FORMATS,
     ExportError,
     cut,
     least_alpha,
@@ -156,6 +158,17 @@ def test_safetensors_holds_the_sub_models_state(cnn_run: Path, tmp_path: Path) -
     write(trained, sub, path, "safetensors")
     state = load_file(path)
     assert all(torch.equal(state[name], t) for name, t in sub.module.state_dict().items())
+
+
+@pytest.mark.parametrize("name", ["safetensors", "torch", "onnx"])
+def test_tied_weights_are_written_in_every_format(tmp_path: Path, name: str) -> None:
+    module = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 3))
+    module[2].weight = module[0].weight
+    module.eval()
+    kind, x = FORMATS[name], torch.randn(2, 8)
+    path = tmp_path / f"tied{kind.suffix}"
+    kind.write(module, x, path, {})
+    assert kind.read(module, path)(x) == pytest.approx(module(x).detach().numpy(), abs=1e-6)
 
 
 def test_a_file_says_what_it_is_and_how_its_input_was_normalised(

@@ -23,6 +23,7 @@ import httpx
 import numpy as np
 import pytest
 import torch
+from cryptography import x509
 from cryptography.hazmat.primitives.asymmetric import ec
 from flwr.app import Array, ArrayRecord, Context, Message, RecordDict
 from flwr.common.constant import TIMESTAMP_HEADER
@@ -43,6 +44,7 @@ from anycostfl.flower import node
 from anycostfl.flower.clock import Signature, date_reply
 from anycostfl.flower.device import Setup, app, open_device, read_setup, recall, remember
 from anycostfl.flower.keys import KeyFolder, make_keys, names_of, private_key, public_key
+from anycostfl.flower.link import Link, Serving
 from anycostfl.flower.messages import (
     TENSOR,
     Ask,
@@ -56,6 +58,8 @@ from anycostfl.flower.messages import (
     unpack_weights,
 )
 from anycostfl.flower.node import Address
+from anycostfl.flower.post import PostOffice, Spoilt
+from anycostfl.flower.roster import Terms
 from anycostfl.flower.superlink import LocalControl, is_allowed
 from anycostfl.types import Scale
 from flower_grid import through_bytes
@@ -132,6 +136,112 @@ def test_keys_say_where_the_server_can_be_reached(
     assert "from this machine only" in say("pi")
     assert "start `anycostfl serve` again" in say("--host", "pi4")
     assert "note:" not in say("nano")
+
+
+def test_what_is_lost_of_a_key_folder_is_made_again_and_fits(tmp_path: Path) -> None:
+    keys = KeyFolder(tmp_path)
+    make_keys(tmp_path, ["10.0.0.7"], ["pi"])
+    before = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
+
+    keys.authority.unlink()
+    assert make_keys(tmp_path, ["10.0.0.7"], ["pi"]) == [keys.authority]
+    authority = x509.load_pem_x509_certificate(keys.authority.read_bytes())
+    server = x509.load_pem_x509_certificate(keys.certificate.read_bytes())
+    server.verify_directly_issued_by(authority)
+
+    twin = keys.device("pi").with_name("pi.pub")
+    twin.unlink()
+    assert make_keys(tmp_path, [], ["pi"]) == [twin]
+    kept = [path for path in before if path != keys.authority]
+    assert all(path.read_bytes() == before[path] for path in kept)
+
+    keys.certificate_key.unlink()
+    assert make_keys(tmp_path, [], []) == [keys.certificate, keys.certificate_key]
+    assert "10.0.0.7" in names_of(keys.certificate)
+    with pytest.raises(ConfigError, match=r"no \.pub at the end"):
+        make_keys(tmp_path, [], ["pi4.pub"])
+
+
+def test_a_certificate_about_to_expire_is_renewed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("anycostfl.flower.keys.SERVER_DAYS", 20)
+    make_keys(tmp_path, ["10.0.0.7"], [])
+    monkeypatch.undo()
+    assert make_keys(tmp_path, [], []) == [KeyFolder(tmp_path).certificate]
+    assert "10.0.0.7" in names_of(KeyFolder(tmp_path).certificate)
+    assert make_keys(tmp_path, [], []) == []
+
+
+def test_the_folder_of_keys_is_followed_whatever_is_done_to_it(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    class Control:
+        """Flower's: a key is let in once."""
+
+        def __init__(self) -> None:
+            self.known: list[bytes] = []
+
+        def RegisterNode(self, request: Any) -> Any:  # noqa: N802 - Flower's name
+            if request.public_key in self.known:
+                response = httpx.Response(412, request=httpx.Request("POST", "http://x"))
+                raise httpx.HTTPStatusError("412", request=response.request, response=response)
+            self.known.append(request.public_key)
+            return SimpleNamespace(node_id=len(self.known))
+
+        def UnregisterNode(self, request: Any) -> None:  # noqa: N802 - Flower's name
+            out.append(request.node_id)
+
+    out: list[int] = []
+    make_keys(tmp_path / "keys", [], ["a", "b"])
+    make_keys(tmp_path / "others", [], ["a"])
+    (tmp_path / "flower").mkdir()
+    devices = tmp_path / "keys" / "devices"
+    link = Link.__new__(Link)
+    link.serving = Serving(tmp_path, "127.0.0.1", 1, KeyFolder(tmp_path / "keys"), Terms())
+    link._registered, link._files = {}, {}
+    link._control = cast("Any", Control())
+
+    link.register()
+    assert link._registered == {"a": 1, "b": 2}
+    (devices / "a.pub").write_bytes((tmp_path / "others" / "devices" / "a.pub").read_bytes())
+    link.register()  # a stolen key that was replaced is out at once
+    assert link._registered == {"a": 3, "b": 2}
+    assert out == [1]
+    (devices / "new.pub").write_bytes(b"ecdsa-sha2-nistp384 half a k")
+    (devices / "empty.pub").touch()
+    (devices / "b.pub").rename(devices / "c.pub")
+    link.register()
+    assert link._registered == {"a": 3}
+    assert out == [1, 2]
+    assert "not a public key" in caplog.text
+    assert "lets a key in once" in caplog.text
+
+
+def test_a_reply_that_cannot_be_read_takes_no_other_with_it() -> None:
+    class Grid:
+        """As Flower's: every reply that was asked for, or an exception."""
+
+        def pull_messages(self, ids: list[str]) -> list[object]:
+            if "spoilt" in ids:
+                raise ValueError("garbage")
+            return [SimpleNamespace(metadata=SimpleNamespace(reply_to_message_id=i)) for i in ids]
+
+    office = PostOffice(cast("Any", Grid()))
+    names = {"spoilt", *(f"honest-{i}" for i in range(39))}
+    office.watch(sorted(names), 5.0)
+    came = [office.take(5.0) for _ in names]
+    spoilt = [reply for reply in came if isinstance(reply, Spoilt)]
+    assert spoilt == [Spoilt("spoilt", "ValueError: garbage")]
+    honest = [m.metadata.reply_to_message_id for m in came if m and not isinstance(m, Spoilt)]
+    assert {*honest, "spoilt"} == names
+
+
+def test_the_server_may_call_itself_by_its_own_address() -> None:
+    scope = {"type": "http", "path": "/v1/control/x", "client": ("192.168.1.10", 1234)}
+    assert is_allowed({**scope, "server": ("192.168.1.10", 9092)})
+    assert not is_allowed({**scope, "server": ("192.168.1.11", 9092)})
+    assert not is_allowed({**scope, "server": ("unix socket", None)})
 
 
 def test_public_and_private_keys_belong_together(tmp_path: Path) -> None:

@@ -101,6 +101,17 @@ def test_a_damaged_journal_is_read_from_its_copy(tmp_path: Path, damage: str) ->
     assert read_run(tmp_path / "run").remarks == ()
 
 
+def test_lines_that_cannot_be_read_are_kept_aside(tmp_path: Path) -> None:
+    write_some(tmp_path / "run", 4)
+    for name in (records.JOURNAL, records.COPY):
+        path = tmp_path / "run" / name
+        path.write_bytes(path.read_bytes().replace(b'"round": 2', b'"later": 2'))
+    content = (tmp_path / "run" / records.JOURNAL).read_bytes()
+    saved, _ = open_run(tmp_path / "run")
+    assert len(saved.records) < 4
+    assert (tmp_path / "run" / "rounds.jsonl.damaged").read_bytes() == content
+
+
 def test_a_damaged_checkpoint_does_not_count_as_one_of_the_two(tmp_path: Path) -> None:
     write_some(tmp_path / "run", 3)
     newest = checkpoints(tmp_path / "run")[0]

@@ -26,7 +26,16 @@ from anycostfl.cli.report import report
 from anycostfl.cli.watch import watch
 from anycostfl.config import to_toml
 from anycostfl.errors import AnycostError
-from anycostfl.records import CONFIG, ENVIRONMENT, JOURNAL, WIDTHS, StorageError, read_journal
+from anycostfl.records import (
+    CONFIG,
+    ENVIRONMENT,
+    JOURNAL,
+    WIDTHS,
+    StorageError,
+    read_config,
+    read_journal,
+    write_whole,
+)
 from anycostfl.report import LiveServer, gather, render, write_page
 from anycostfl.report.gather import Document, _rounded
 from anycostfl.report.live import PortTaken
@@ -176,6 +185,8 @@ def test_a_round_on_its_way_is_no_damage_while_the_run_goes_on(tmp_path: Path) -
         (ENVIRONMENT, b"{", "environment.json is damaged"),
         (WIDTHS, b'[{"alpha": 0.5}]', "widths.json is damaged"),
         (WIDTHS, b"3", "widths.json is damaged"),
+        (WIDTHS, b'[{"alpha": 1' + b"0" * 400 + b', "accuracy": 1}]', "widths.json is damaged"),
+        (ENVIRONMENT, b'{"a": ' + b"[" * 900 + b"]" * 900 + b"}", "environment.json is damaged"),
     ],
 )
 def test_other_damaged_files_are_passed_over(
@@ -187,6 +198,23 @@ def test_other_damaged_files_are_passed_over(
     assert len(run["rounds"]["accuracy"]) == 2
     assert remark in run["remarks"][0]
     assert unpacked(render([run])) == [run]
+
+
+def test_links_that_somebody_left_in_a_run_are_not_followed(tmp_path: Path) -> None:
+    planned_run(tmp_path / "run", "run.rounds=1")
+    secret = tmp_path / "secret"
+    secret.write_text("mine")
+    (tmp_path / "run" / f"{WIDTHS}.part").symlink_to(secret)
+    write_whole(tmp_path / "run" / WIDTHS, b"[]")
+    assert secret.read_text() == "mine"
+    assert not (tmp_path / "run" / WIDTHS).is_symlink()
+    (tmp_path / "run" / CONFIG).unlink()
+    (tmp_path / "run" / CONFIG).symlink_to(secret)
+    page = render([gather(tmp_path / "run")])
+    assert "mine" not in unpacked(page)[0]["config"]
+    assert "config.toml is a link" in unpacked(page)[0]["remarks"][0]
+    with pytest.raises(StorageError, match="is a link"):
+        read_config(tmp_path / "run")
 
 
 def test_only_named_scripts_may_run_and_nothing_may_be_asked(tmp_path: Path) -> None:

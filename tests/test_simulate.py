@@ -16,10 +16,10 @@ from anycostfl import methods
 from anycostfl.config import to_toml
 from anycostfl.errors import AnycostError, ConfigError
 from anycostfl.experiment import prepare, settle
-from anycostfl.records import InUse, RunWriter
+from anycostfl.records import InUse, RunWriter, read_run
 from anycostfl.runs import Turn, check_engine, keep, take_up
 from anycostfl.server import Server
-from anycostfl.simulate import play
+from anycostfl.simulate import play, run
 from anycostfl.workers import DeviceSide, Job, Purpose, Reply, draw_seed
 from small_runs import small_config, small_overrides
 
@@ -65,6 +65,54 @@ def test_what_devices_remember_holds_no_file_open(tmp_path: Path) -> None:
     assert remembered > 4  # in one round, four devices take part
     assert open_files() == after_one
     turns.close()
+
+
+def test_of_two_who_take_up_a_run_one_goes_on(tmp_path: Path) -> None:
+    config = small_config(tmp_path, "run.rounds=2")
+    folder = RunWriter.create(tmp_path / "run", to_toml(config)).folder
+    one, other = take_up(folder), take_up(folder)
+    played = list(keep(play(config), config, one.writer))
+    with pytest.raises(InUse, match="went on with"):
+        next(keep(play(config), config, other.writer))
+    assert [turn.record for turn in played] == list(read_run(folder).records)
+
+
+def test_runs_taken_in_turns_are_what_each_is_alone(tmp_path: Path) -> None:
+    threads = torch.get_num_threads()
+    torch.set_num_threads(2)
+    try:
+        config = small_config(tmp_path, "run.rounds=2")
+        alone = [turn.record for turn in play(config)]
+        one, other = play(config), play(config)
+        mixed = [next(one).record, next(other).record, next(one).record]
+        assert torch.get_num_threads() == 2
+        one.close()
+        assert [*mixed, next(other).record] == [alone[0], alone[0], alone[1], alone[1]]
+    finally:
+        torch.set_num_threads(threads)
+
+
+def test_no_workers_are_one_per_core(tmp_path: Path) -> None:
+    config = small_config(tmp_path, "run.rounds=1")
+    assert list(run(config, workers=0)) == list(run(config))
+    with pytest.raises(ConfigError, match="workers: given -1"):
+        next(run(config, workers=-1))
+
+
+def test_another_own_method_is_noticed_and_nothing_is_touched(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = small_config(tmp_path, "run.rounds=1")
+    writer = RunWriter.create(tmp_path / "run", to_toml(config))
+    list(keep(play(config), config, writer))
+    before = {p.name: p.read_bytes() for p in writer.folder.iterdir()}
+    file = f"methods/{config.run.method}.py"
+    monkeypatch.setattr("anycostfl.runs.own_files", lambda: {file: "changed"})
+    with pytest.raises(AnycostError, match="begun with another methods/"):
+        take_up(writer.folder)
+    assert {p.name: p.read_bytes() for p in writer.folder.iterdir() if p.name != "lock"} == {
+        name: content for name, content in before.items() if name != "lock"
+    }
 
 
 def test_a_run_that_goes_on_elsewhere_is_left_alone(tmp_path: Path) -> None:

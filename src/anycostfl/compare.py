@@ -19,14 +19,13 @@ from pathlib import Path
 
 import numpy as np
 
-from anycostfl import methods, models
+from anycostfl import methods
 from anycostfl.config import Config, essence, parse_config, profiles_of, to_toml
 from anycostfl.errors import AnycostError
 from anycostfl.fleet import draw_cohort
-from anycostfl.records import CONFIG, RunWriter, read_config, read_journal, read_own_files
-from anycostfl.registry import own_files
+from anycostfl.records import CONFIG, RunWriter, read_config, read_journal
 from anycostfl.rounds import charge
-from anycostfl.runs import Turns, keep, take_up
+from anycostfl.runs import Turns, check_files, keep, take_up
 from anycostfl.simulate import play
 from anycostfl.types import Profile, RoundRecord
 
@@ -84,6 +83,7 @@ class Series:
         if (home / CONFIG).exists():
             _check_same(case, home)
             done, _ = read_journal(home, growing=not self.play)
+            done = done[: case.config.run.rounds]  # more were played for something else
         if not self.play or enough(done) or len(done) >= case.config.run.rounds:
             return done
         records, turns = _open(case, home, self.workers)
@@ -146,15 +146,10 @@ def _open(case: Case, home: Path, workers: int) -> tuple[list[RoundRecord], Turn
 
 def _check_same(case: Case, home: Path) -> None:
     """A run counts only as the experiment it began as, though perhaps with another end."""
-    before = parse_config(read_config(home), str(home))
-    then, now = read_own_files(home), own_files()
-    files = (methods.file_of(case.method), models.file_of(case.config.model.name))
-    changed = [f"another {file}" for file in files if then.get(file) != now.get(file)]
-    if essence(before) != essence(case.config):
-        changed.append("other settings")
-    if changed:
+    check_files(home, case.config)
+    if essence(parse_config(read_config(home), str(home))) != essence(case.config):
         raise CannotCompare(
-            f"{case.name} was begun with {changed[0]}; choose another --out, or remove it"
+            f"{case.name} was begun with other settings; choose another --out, or remove it"
         )
 
 

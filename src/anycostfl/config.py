@@ -25,6 +25,7 @@ from anycostfl.aggregate import Rules
 from anycostfl.attacks import Attack
 from anycostfl.checks import Count, Interval, OneOf, Positive, check_fields, rule_problems
 from anycostfl.codec import CODECS
+from anycostfl.codec.frame import OVERHEAD
 from anycostfl.errors import ConfigError, UnknownName
 from anycostfl.gate import Gate
 from anycostfl.shrink import ElasticModel
@@ -142,18 +143,28 @@ class Config:
 
     @staticmethod
     def cross_check(values: Mapping[str, Any]) -> list[str]:
-        """Rates are those of methods that exist."""
+        """Rates are those of methods that exist, and shares."""
         problems = []
-        for name in values.get("rates") or {}:
+        for name, rate in (values.get("rates") or {}).items():
             try:
                 methods.load(name)
             except UnknownName as error:
                 problems.append(f"rates.{name}: {error}")
+            if isinstance(rate, int | float) and not 0 < rate <= 1:
+                problems.append(f"rates.{name}: given {rate:g}, allowed above 0 and at most 1")
         return problems
 
     def limits_of(self, method: str) -> Limits:
-        """The limits for a method: its rate, if the preset gives it one, and the codec."""
-        caps = replace(self.limits, rate=self.rates.get(method, self.limits.rate))
+        """The limits for a method: its rate, if the preset gives it one, and the codec.
+
+        No upload is planned that has no room for the frame of a payload.
+        """
+        frame = 8 * OVERHEAD / (self.limits.alpha_min * self.workload.size_bits)
+        caps = replace(
+            self.limits,
+            rate=self.rates.get(method, self.limits.rate),
+            beta_min=min(max(self.limits.beta_min, frame), self.limits.beta_max),
+        )
         return Limits(**asdict(caps), codec=self.compression.codec or methods.load(method).codec)
 
 

@@ -33,7 +33,7 @@ from anycostfl.config import Config, parse_config
 from anycostfl.coupling import tensors_of
 from anycostfl.elastic_file import METADATA, save_elastic, save_tensors
 from anycostfl.errors import AlphaError, AnycostError, ConfigError, InfeasibleBudget, MissingExtra
-from anycostfl.records import SavedRun, StorageError, read_run
+from anycostfl.records import SavedRun, StorageError, read_run, write_whole
 from anycostfl.shrink import ElasticModel, SubModel, calibration_batches, recalibrate
 from anycostfl.train import count_correct
 
@@ -216,7 +216,8 @@ def _read_state(module: nn.Module, path: Path) -> Infer:
     from safetensors.torch import load_file  # noqa: PLC0415 - only to check
 
     state = load_file(path)
-    return lambda x: np.asarray(torch.func.functional_call(module, state, x).detach().numpy())
+    call = partial(torch.func.functional_call, module, state, tie_weights=False)
+    return lambda x: np.asarray(call(x).detach().numpy())
 
 
 FORMATS = {
@@ -376,7 +377,7 @@ def save_widths(folder: Path, widths: Sequence[Width]) -> Path:
     """Keep what was measured in the run directory, for its report."""
     path = folder / "widths.json"
     try:
-        path.write_text(json.dumps([asdict(width) for width in widths], indent=1) + "\n")
+        write_whole(path, (json.dumps([asdict(w) for w in widths], indent=1) + "\n").encode())
     except OSError as error:
         raise ExportError(f"cannot write {path}: {error}") from error
     return path

@@ -25,11 +25,12 @@ import json
 import os
 import platform
 import re
+import shutil
 import sys
 import time
 import zlib
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from importlib import metadata
@@ -93,9 +94,18 @@ class SavedRun:
 class RunWriter:
     """Writes one run directory, round by round."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, rounds: int = 0) -> None:
         self.folder = folder
+        self._rounds = rounds  # in the journal
         self._last = time.monotonic()
+
+    @contextmanager
+    def alone(self) -> Iterator[None]:
+        """Keep others away; whoever went on with the run since it was opened has it now."""
+        with only_one(self.folder):
+            if len(_lines(self.folder / JOURNAL, whole=True)) != self._rounds:
+                raise InUse(f"another process went on with {self.folder} meanwhile; try again")
+            yield
 
     @classmethod
     def create(cls, folder: Path, config: str) -> RunWriter:
@@ -127,6 +137,7 @@ class RunWriter:
             _append(self.folder / JOURNAL, line)
             _append(self.folder / COPY, line)
             _append(self.folder / TIMING, json.dumps(timing))
+        self._rounds += 1
 
     def checkpoint(self, point: Checkpoint) -> None:
         """Save the state after so many rounds, then forget older ones."""
@@ -189,21 +200,32 @@ def checkpoints(folder: Path) -> list[Path]:
     return sorted(found, key=lambda path: -(_rounds_of(path) or 0))
 
 
-def open_run(folder: Path) -> tuple[SavedRun, RunWriter]:
-    """Read a run to go on with it: the journal is cut back to the newest whole checkpoint."""
-    saved = read_run(folder)
-    rounds = saved.checkpoint.rounds if saved.checkpoint else 0
-    kept = saved.records[:rounds]
-    lines = "".join(json.dumps(dataclasses.asdict(record)) + "\n" for record in kept)
-    with only_one(folder), _said(folder):
-        write_whole(folder / COPY, lines.encode())
-        write_whole(folder / JOURNAL, lines.encode())
-        for left in folder.glob("*.part"):
-            left.unlink()
-        for path in checkpoints(folder):
-            if (_rounds_of(path) or 0) > rounds:
-                path.replace(path.with_suffix(".damaged"))
-    return dataclasses.replace(saved, records=kept), RunWriter(folder)
+def open_run(
+    folder: Path, check: Callable[[SavedRun], None] = lambda _: None
+) -> tuple[SavedRun, RunWriter]:
+    """Read a run to go on with it: the journal is cut back to the newest whole checkpoint.
+
+    What `check` objects to, by raising, is left as it is. Lines that cannot be read are kept aside.
+    """
+    if not (folder / CONFIG).is_file():
+        raise StorageError(f"{folder} holds no run: it has no {CONFIG}")
+    with only_one(folder):
+        saved = read_run(folder)
+        check(saved)
+        rounds = saved.checkpoint.rounds if saved.checkpoint else 0
+        kept = saved.records[:rounds]
+        lines = "".join(json.dumps(dataclasses.asdict(record)) + "\n" for record in kept)
+        with _said(folder):
+            if len(_lines(folder / JOURNAL, whole=True)) > len(saved.records):
+                shutil.copyfile(folder / JOURNAL, folder / f"{JOURNAL}.damaged")
+            write_whole(folder / COPY, lines.encode())
+            write_whole(folder / JOURNAL, lines.encode())
+            for left in folder.glob("*.part"):
+                left.unlink()
+            for path in checkpoints(folder):
+                if (_rounds_of(path) or 0) > rounds:
+                    path.replace(path.with_suffix(".damaged"))
+    return dataclasses.replace(saved, records=kept), RunWriter(folder, rounds)
 
 
 def read_run(folder: Path) -> SavedRun:
@@ -226,6 +248,8 @@ def read_run(folder: Path) -> SavedRun:
 
 def read_config(folder: Path) -> str:
     """What was asked of a run, as TOML text."""
+    if (folder / CONFIG).is_symlink():
+        raise StorageError(f"{folder / CONFIG} is a link, which no run writes; it is not followed")
     try:
         return (folder / CONFIG).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
@@ -408,8 +432,10 @@ def _append(path: Path, line: str) -> None:
 def write_whole(path: Path, content: bytes) -> None:
     """Write a file beside its place, then move it there: it is there whole or not at all."""
     part = path.with_name(path.name + ".part")
+    part.unlink(missing_ok=True)
     try:
-        part.write_bytes(content)
+        with part.open("xb") as file:  # never through a link that somebody left there
+            file.write(content)
         _sync(part)
         os.replace(part, path)
     finally:

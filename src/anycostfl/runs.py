@@ -10,12 +10,13 @@ from collections.abc import Generator
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 
-from anycostfl import methods
+from anycostfl import methods, models
 from anycostfl.config import Config, parse_config
 from anycostfl.downlink import Ledger, ledger_of
 from anycostfl.errors import AnycostError
 from anycostfl.gate import Bench, bench_of
-from anycostfl.records import Checkpoint, RunWriter, only_one, open_run
+from anycostfl.records import Checkpoint, RunWriter, SavedRun, open_run, read_own_files
+from anycostfl.registry import own_files
 from anycostfl.types import RoundRecord
 
 
@@ -73,7 +74,11 @@ def check_engine(before: Stopped, *, simulated: bool) -> None:
 
 def take_up(folder: Path) -> Stopped:
     """Open a run directory to go on from its newest whole checkpoint."""
-    saved, writer = open_run(folder)
+
+    def check(saved: SavedRun) -> None:
+        check_files(folder, parse_config(saved.config, str(folder)))
+
+    saved, writer = open_run(folder, check)
     config, point = parse_config(saved.config, str(folder)), saved.checkpoint
     start = None
     if point is not None:
@@ -89,11 +94,21 @@ def take_up(folder: Path) -> Stopped:
     )
 
 
+def check_files(folder: Path, config: Config) -> None:
+    """Refuse to go on with another method or model of the user's own than a run began with."""
+    then, now = read_own_files(folder), own_files()
+    for file in (methods.file_of(config.run.method), models.file_of(config.model.name)):
+        if then.get(file) != now.get(file):
+            raise AnycostError(
+                f"{folder.name} was begun with another {file}; choose another --out, or remove it"
+            )
+
+
 def keep(turns: Turns, config: Config, writer: RunWriter) -> Turns:
     """Hand on each turn after journalling it; save checkpoints when due, and when stopped early."""
     latest, saved = None, 0
-    try:
-        with only_one(writer.folder):
+    with writer.alone():
+        try:
             for turn in turns:
                 writer.append(turn.record)
                 latest = turn.after
@@ -102,8 +117,8 @@ def keep(turns: Turns, config: Config, writer: RunWriter) -> Turns:
                     writer.checkpoint(latest)
                     saved = done
                 yield turn
-    except (KeyboardInterrupt, GeneratorExit):
-        turns.close()
-        if latest is not None and latest.rounds > saved:
-            writer.checkpoint(latest)
-        raise
+        except (KeyboardInterrupt, GeneratorExit):
+            turns.close()
+            if latest is not None and latest.rounds > saved:
+                writer.checkpoint(latest)
+            raise

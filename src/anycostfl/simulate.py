@@ -39,28 +39,29 @@ def _play(server: Server, workers: int, memories: dict[int, State]) -> Turns:
     everyone = range(config.fleet.devices)
     liars = attacks.liars(config.attack, config.fleet.devices, config.run.seed)
 
-    with one_thread(), open_executor(side, workers) as executor:
+    with open_executor(side, workers) as executor:
         for number in range(server.first, config.run.rounds):
-            server.begin(number)
-            cohort = draw_cohort(
-                config.fleet,
-                seed=config.run.seed,
-                round_index=number,
-                samples=side.sample_counts().numpy(),
-                profiles=profiles,
-                ready=server.bench.free(everyone, number),
-            )
-            drawn = choose(config.fleet, everyone, seed=config.run.seed, round_index=number)
-            planned = server.plan(number, cohort, drawn.tolist())
+            with one_thread():
+                server.begin(number)
+                cohort = draw_cohort(
+                    config.fleet,
+                    seed=config.run.seed,
+                    round_index=number,
+                    samples=side.sample_counts().numpy(),
+                    profiles=profiles,
+                    ready=server.bench.free(everyone, number),
+                )
+                drawn = choose(config.fleet, everyone, seed=config.run.seed, round_index=number)
+                planned = server.plan(number, cohort, drawn.tolist())
 
-            with server.showing():
-                jobs = [a.job(memories, server.moved, liars) for a in planned.assignments]
-                replies = executor.perform(jobs)
-                outcomes = receive(server.method, planned.assignments, replies)
-            outcomes = server.absorb(outcomes)
-            memories |= {o.reply.device: o.reply.memory for o in outcomes if o.reply.memory}
+                with server.showing():
+                    jobs = [a.job(memories, server.moved, liars) for a in planned.assignments]
+                    replies = executor.perform(jobs)
+                    outcomes = receive(server.method, planned.assignments, replies)
+                outcomes = server.absorb(outcomes)
+                memories |= {o.reply.device: o.reply.memory for o in outcomes if o.reply.memory}
 
-            accuracy = evaluate(side, executor) if is_due(config, number) else None
-            downloads = server.downloads(cohort)
-            record = server.close(planned, outcomes, accuracy, downloads=downloads)
+                accuracy = evaluate(side, executor) if is_due(config, number) else None
+                downloads = server.downloads(cohort)
+                record = server.close(planned, outcomes, accuracy, downloads=downloads)
             yield Turn(record, server.snapshot(number, memories))

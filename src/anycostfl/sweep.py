@@ -12,11 +12,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from pathlib import Path
 
 from anycostfl import methods
 from anycostfl.aggregate import DEFENCE, OPEN, Rules
 from anycostfl.attacks import LIES
 from anycostfl.compare import (
+    CannotCompare,
     Case,
     Cost,
     Enough,
@@ -31,7 +33,8 @@ from anycostfl.compare import (
 )
 from anycostfl.config import Config
 from anycostfl.export import accuracy_of, cut, open_trained
-from anycostfl.records import checkpoints
+from anycostfl.records import checkpoints, read_run
+from anycostfl.runs import take_up
 
 KINDS = ("ablation", "compute", "radio", "widths", "attacks")
 SPREADS: Mapping[str, Sequence[float]] = {
@@ -99,10 +102,26 @@ def widths(series: Series, config: Config, names: Sequence[str]) -> dict[str, li
     for name in names:
         case = _best_case(series, config, name)
         home = series.folder / case.name
-        if series.advance(case, lasted(config.run.rounds)) and checkpoints(home):
-            trained = open_trained(home)
-            found[name] = [accuracy_of(trained, cut(trained, alpha)) for alpha in WIDTHS]
+        records = series.advance(case, lasted(config.run.rounds))
+        if records and series.play and _saved(home) < len(records):
+            take_up(home)  # its last checkpoint is lost: the rounds since the one before go again
+            records = series.advance(case, lasted(config.run.rounds))
+        if not records or not checkpoints(home):
+            continue
+        if _saved(home) != len(records):
+            raise CannotCompare(
+                f"{case.name} has {len(records)} rounds of the {config.run.rounds} asked for, and "
+                f"a checkpoint of {_saved(home)}; ask for so many --rounds, or choose another --out"
+            )
+        trained = open_trained(home)
+        found[name] = [accuracy_of(trained, cut(trained, alpha)) for alpha in WIDTHS]
     return found
+
+
+def _saved(home: Path) -> int:
+    """How many rounds the newest whole checkpoint has."""
+    point = read_run(home).checkpoint
+    return point.rounds if point else 0
 
 
 def attacks(series: Series, config: Config) -> dict[str, dict[str, float | None]]:

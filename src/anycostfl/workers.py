@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import enum
 import multiprocessing
+import os
 import signal
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -27,7 +28,7 @@ from torch import Tensor, nn
 from anycostfl import methods, models
 from anycostfl.attacks import corrupt
 from anycostfl.coupling import tensors_of
-from anycostfl.errors import AnycostError, BetaError, UpdateError
+from anycostfl.errors import AnycostError, BetaError, ConfigError, UpdateError
 from anycostfl.feedback import encode_with_feedback, no_residual
 from anycostfl.methods import State, Upload
 from anycostfl.shrink import ElasticModel, SubModel
@@ -208,7 +209,8 @@ class Executor(Protocol):
 
 @contextmanager
 def open_executor(device_side: DeviceSide, workers: int) -> Iterator[Executor]:
-    """One worker: this process. More: a pool."""
+    """One worker: this process. More: a pool; 0 is one per core."""
+    workers = count_workers(workers)
     if workers == 1:
         yield InProcess(device_side)
         return
@@ -348,6 +350,13 @@ def _with(convert: Callable[[Any], Any], message: Any) -> Any:
         if isinstance(state := getattr(message, item.name), Mapping)
     }
     return replace(message, **states)
+
+
+def count_workers(asked: int) -> int:
+    """How many processes to use; 0 means one per core."""
+    if asked < 0:
+        raise ConfigError([f"workers: given {asked}, allowed 0 (one per core) or more"])
+    return asked or len(os.sched_getaffinity(0))
 
 
 @contextmanager

@@ -12,12 +12,12 @@ from typing import Annotated
 import typer
 
 from anycostfl.cli._console import err, out, table
-from anycostfl.cli.run import check_workers
 from anycostfl.compare import CannotCompare, Case, Records, Series
 from anycostfl.config import Config, load_preset
 from anycostfl.errors import ConfigError
 from anycostfl.experiment import settle
 from anycostfl.records import only_one
+from anycostfl.workers import count_workers
 
 EVERY = 10  # rounds between two lines of progress
 
@@ -51,7 +51,7 @@ def series_in(
     rates, trial = tried
     return Series(
         folder,
-        check_workers(workers),
+        count_workers(workers),
         progress(quiet=quiet),
         play=not only_show,
         rates=numbers_of(rates, "--rates"),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import sys
 from contextlib import suppress
 from pathlib import Path
@@ -22,6 +21,7 @@ from anycostfl.fleet import draw_cohort
 from anycostfl.records import RunWriter
 from anycostfl.runs import Turns, check_engine, keep, take_up
 from anycostfl.types import RoundRecord
+from anycostfl.workers import count_workers
 
 
 def run(
@@ -40,7 +40,7 @@ def run(
     ] = None,
 ) -> None:
     """Train a simulated fleet and show what it cost. Ctrl-C stops it cleanly; --resume goes on."""
-    processes = check_workers(workers)
+    processes = count_workers(workers)
     play = find_engine(engine)
     if resume is not None:
         if preset or set_ or out_dir or dry_run:
@@ -74,13 +74,6 @@ def run(
         raise typer.Exit(130)
 
 
-def check_workers(workers: int) -> int:
-    """How many processes to use; 0 means one per core."""
-    if workers < 0:
-        raise ConfigError([f"--workers: given {workers}, allowed 0 (one per core) or more"])
-    return workers or len(os.sched_getaffinity(0))
-
-
 def _train(
     turns: Turns, records: list[RoundRecord], config: Config, folder: Path, *, quiet: bool
 ) -> bool:
@@ -97,15 +90,18 @@ def _train(
 
 def _show_plan(config: Config, *, json: bool) -> None:
     """What a run would cost, from the planner alone; whether it could start, from a try."""
+    samples = None
     try:
-        prepare(config)
+        samples = prepare(config).sample_counts().numpy()
     except DataMissing as error:
         note(str(error))
     method, seed = methods.load(config.run.method), config.run.seed
     profiles = profiles_of(config.fleet)
     latency, energy, able = [], [], 0
     for number in range(min(20, config.run.rounds)):
-        cohort = draw_cohort(config.fleet, seed=seed, round_index=number, profiles=profiles)
+        cohort = draw_cohort(
+            config.fleet, seed=seed, round_index=number, samples=samples, profiles=profiles
+        )
         planned = method.plan(cohort.devices, config.workload, config.limits_of(config.run.method))
         latency.append(float(planned.latency_s.max()))
         energy.append(float(planned.energy_j.sum()))

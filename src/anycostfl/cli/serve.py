@@ -57,7 +57,7 @@ def serve(
 
     folder = KeyFolder(keys)
     if not insecure:
-        _check_keys(folder.certificate)
+        _check_keys(folder.authority, folder.certificate, folder.certificate_key)
     check_port(host, port)
     if resume is not None:
         if set_ or out_dir or preset:
@@ -100,10 +100,11 @@ def _begin(config: Config, folder: Path) -> RunWriter:
     return RunWriter.create(folder, to_toml(config))
 
 
-def _check_keys(certificate: Path) -> None:
-    if not certificate.is_file():
+def _check_keys(*needed: Path) -> None:
+    missing = [str(path) for path in needed if not path.is_file()]
+    if missing:
         raise ConfigError(
-            [f"--keys: there is no {certificate}. Make it with `anycostfl keys --host "
+            [f"--keys: there is no {', '.join(missing)}. Make it with `anycostfl keys --host "
              "ADDRESS DEVICE …`; --insecure does without"]
         )  # fmt: skip
 

@@ -26,7 +26,7 @@ from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
 from anycostfl.errors import ConfigError
 
-AUTHORITY_DAYS, SERVER_DAYS = 3650, 825
+AUTHORITY_DAYS, SERVER_DAYS, RENEW_DAYS = 3650, 825, 30
 ALWAYS = ("localhost", "127.0.0.1", "::1")  # the server's own processes come this way
 
 
@@ -69,12 +69,12 @@ class KeyFolder:
 def make_keys(folder: Path, hosts: Sequence[str], devices: Sequence[str]) -> list[Path]:
     """Make what is missing; the files that are new. Keys that exist are never replaced.
 
-    A certificate that lacks a host is made anew, for that one and all it was good for before.
+    A certificate that lacks a host, or is about to expire, is made anew, for all it was good for.
     """
     problems = [
-        f"device name: given {name!r}, allowed letters, digits, . _ -"
+        f"device name: given {name!r}, allowed letters, digits, . _ - and no .pub at the end"
         for name in devices
-        if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]*", name)
+        if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]*", name) or name.endswith(".pub")
     ]
     problems += [
         f"--host: given {host!r}, allowed a name such as board.lan or an address such as "
@@ -90,12 +90,20 @@ def make_keys(folder: Path, hosts: Sequence[str], devices: Sequence[str]) -> lis
     made: list[Path] = []
     if not keys.authority.exists():
         made += _make_authority(keys)
-    if not keys.certificate.exists() or not set(hosts) <= set(names_of(keys.certificate)):
+    if not _is_good(keys, hosts):
         made += _make_certificate(keys, hosts)
     for name in devices:
-        if not keys.device(name).exists():
-            made += _make_device(keys.device(name))
+        made += _make_device(keys.device(name))
     return made
+
+
+def _is_good(keys: KeyFolder, hosts: Sequence[str]) -> bool:
+    """Whether the server has a certificate for these hosts, its key, and some time left."""
+    if not (keys.certificate.exists() and keys.certificate_key.exists()):
+        return False
+    loaded = x509.load_pem_x509_certificate(keys.certificate.read_bytes())
+    lasts = loaded.not_valid_after_utc - datetime.now(UTC) > timedelta(days=RENEW_DAYS)
+    return lasts and set(hosts) <= set(names_of(keys.certificate))
 
 
 def names_of(certificate: Path) -> list[str]:
@@ -130,16 +138,18 @@ def private_key(path: Path) -> ec.EllipticCurvePrivateKey:
 
 
 def _make_authority(keys: KeyFolder) -> list[Path]:
-    key = ec.generate_private_key(ec.SECP384R1())
+    is_new = not keys.authority_key.exists()
+    key = ec.generate_private_key(ec.SECP384R1()) if is_new else _own_key(keys.authority_key)
     usage = _usage(sign_certificates=True)
     builder = (
         _builder("anycostfl authority", "anycostfl authority", key.public_key(), AUTHORITY_DAYS)
         .add_extension(x509.BasicConstraints(ca=True, path_length=0), critical=True)
         .add_extension(usage, critical=True)
     )
-    _write(keys.authority_key, _pem(key), secret=True)
+    if is_new:
+        _write(keys.authority_key, _pem(key), secret=True)
     _write(keys.authority, _signed(builder, key))
-    return [keys.authority, keys.authority_key]
+    return [keys.authority, keys.authority_key] if is_new else [keys.authority]
 
 
 def _make_certificate(keys: KeyFolder, hosts: Sequence[str]) -> list[Path]:
@@ -183,7 +193,12 @@ def _own_key(path: Path) -> ec.EllipticCurvePrivateKey:
 
 
 def _make_device(path: Path) -> list[Path]:
-    key = ec.generate_private_key(ec.SECP384R1())
+    """What is missing of a device's two files."""
+    twin = path.with_name(f"{path.name}.pub")
+    is_new = not path.exists()
+    if not is_new and twin.exists():
+        return []
+    key = ec.generate_private_key(ec.SECP384R1()) if is_new else private_key(path)
     private = key.private_bytes(
         serialization.Encoding.PEM,
         serialization.PrivateFormat.OpenSSH,
@@ -192,10 +207,10 @@ def _make_device(path: Path) -> list[Path]:
     public = key.public_key().public_bytes(
         serialization.Encoding.OpenSSH, serialization.PublicFormat.OpenSSH
     )
-    twin = path.with_name(f"{path.name}.pub")
-    _write(path, private, secret=True)
+    if is_new:
+        _write(path, private, secret=True)
     _write(twin, public + f" {path.name}\n".encode())
-    return [path, twin]
+    return [path, twin] if is_new else [twin]
 
 
 def _builder(

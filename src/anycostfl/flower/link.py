@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import fcntl
 import hashlib
+import logging
 import os
 import signal
 import socket
@@ -46,6 +47,8 @@ STOP_S = 10.0  # for them to go down
 TRIES = 3  # starts of the server app without a finished round in between
 LOOK_S = 0.2  # between two looks at the run directory
 
+logger = logging.getLogger(__name__)
+
 OFFLINE = {
     "FLWR_TELEMETRY_ENABLED": "0",
     "FLWR_DISABLE_UPDATE_CHECK": "1",
@@ -67,6 +70,11 @@ class Serving:
     port: int
     keys: KeyFolder | None
     terms: Terms
+
+    @property
+    def reached(self) -> str:
+        """The address by which this machine reaches its own server."""
+        return "127.0.0.1" if self.host in {"0.0.0.0", "::", ""} else self.host  # noqa: S104
 
     @property
     def log(self) -> Path:
@@ -106,9 +114,12 @@ class Link:
         self.restarts = 0
         self._process = process
         self._registered: dict[str, int] = {}
+        self._files: dict[str, bytes] = {}  # the public keys as they were last looked at
         keys = serving.keys
         self._control = ControlHttpClient.from_server_address(
-            f"127.0.0.1:{serving.port}",
+            f"[{serving.reached}]:{serving.port}"
+            if ":" in serving.reached
+            else f"{serving.reached}:{serving.port}",
             insecure=keys is None,
             root_certificates=keys.authority.read_bytes() if keys else None,
             interceptors=[RuntimeVersionHttpInterceptor(component_name="flwr CLI")],
@@ -120,23 +131,44 @@ class Link:
         while time.monotonic() < until:
             if self._process.poll() is not None:
                 raise ServerDied(f"Flower's SuperLink ended at once; see {self.serving.log}")
-            with suppress(OSError), socket.create_connection(("127.0.0.1", self.serving.port), 1):
+            where = self.serving.reached, self.serving.port
+            with suppress(OSError), socket.create_connection(where, 1):
                 return
             time.sleep(LOOK_S)
         raise ServerDied(f"Flower's SuperLink did not come up; see {self.serving.log}")
 
     def register(self) -> None:
-        """Let in the devices whose public keys lie in the folder, and only those."""
+        """Let in the devices whose public keys lie in the folder, and only those.
+
+        A key that is replaced loses its place at once. One that cannot be read (a copy on its way)
+        or that Flower does not take is passed over until its file changes.
+        """
         if self.serving.keys is None:
             return
-        wanted = self.serving.keys.registered()
-        if wanted.keys() == self._registered.keys():
+        paths = self.serving.keys.registered()
+        files = {name: content for name, path in paths.items() if (content := _content(path))}
+        if files == self._files:
             return
-        for name in wanted.keys() - self._registered.keys():
-            request = RegisterNodeRequest(public_key=public_key(wanted[name]), name=name)
-            self._registered[name] = self._control.RegisterNode(request).node_id
-        for name in self._registered.keys() - wanted.keys():
+        changed = {
+            n for n in files.keys() | self._files.keys() if files.get(n) != self._files.get(n)
+        }
+        for name in changed & self._registered.keys():
             self._control.UnregisterNode(UnregisterNodeRequest(node_id=self._registered.pop(name)))
+        for name in sorted(changed & files.keys()):
+            try:
+                request = RegisterNodeRequest(public_key=public_key(paths[name]), name=name)
+                self._registered[name] = self._control.RegisterNode(request).node_id
+            except ConfigError as error:
+                logger.warning("%s", error)
+            except httpx.HTTPStatusError as error:
+                if error.response.status_code != httpx.codes.PRECONDITION_FAILED:
+                    raise
+                logger.warning(
+                    "%s: Flower lets a key in once, under one name, as long as it runs; make a new "
+                    "one with `anycostfl keys`, or start the server again",
+                    paths[name],
+                )
+        self._files = files
         note_nodes(self.serving.folder, self._registered)
 
     def follow(self, rounds: int) -> Iterator[RoundRecord]:
@@ -202,6 +234,14 @@ class Link:
             raise ServerDied(f"Flower's SuperLink died; see {self.serving.log}")
         if tries >= TRIES:
             raise ServerDied(f"the server app died {tries} times; see {self.serving.log}")
+
+
+def _content(path: Path) -> bytes:
+    """A file as it is now; nothing if it is on its way in or out."""
+    try:
+        return path.read_bytes()
+    except OSError:
+        return b""
 
 
 def _options(serving: Serving) -> list[str]:

@@ -1,8 +1,9 @@
 """Messages out, replies in: Flower's Grid without its pauses and without waiting for the dead.
 
 Flower's own `send_and_receive` sleeps three seconds between looks and waits for ever where no time
-is set. Pulling a reply whose sender died while sending it blocks for minutes. Here, threads watch
-for replies, each for a few messages only, and whatever comes lands in one inbox.
+is set. Pulling a reply whose sender died while sending it blocks for minutes, and one that cannot
+be read takes all that were pulled with it. Here, threads watch for replies, each for a few messages
+only and one at a time, and whatever comes lands in one inbox.
 """
 
 from __future__ import annotations
@@ -10,9 +11,11 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import partial
 from queue import Empty, SimpleQueue
 
+import httpx
 from flwr.app import Message
 from flwr.serverapp import Grid
 from flwr.supercore.inflatable.inflatable_utils import pull_objects
@@ -27,12 +30,20 @@ def quicken() -> None:
     vars(http_grid)["pull_objects"] = partial(pull_objects, initial_backoff=0.05)
 
 
+@dataclass(frozen=True, slots=True)
+class Spoilt:
+    """A reply that cannot be read: to which message, and why."""
+
+    name: str
+    why: str
+
+
 class PostOffice:
     """Posts messages and collects replies, in the order in which they come."""
 
     def __init__(self, grid: Grid) -> None:
         self._grid = grid
-        self._inbox: SimpleQueue[Message] = SimpleQueue()
+        self._inbox: SimpleQueue[Message | Spoilt] = SimpleQueue()
 
     def nodes(self) -> list[int]:
         """Who is connected."""
@@ -50,7 +61,7 @@ class PostOffice:
             group = set(awaited[first::WATCHERS])
             threading.Thread(target=self._watch, args=(group, until), daemon=True).start()
 
-    def take(self, wait_s: float) -> Message | None:
+    def take(self, wait_s: float) -> Message | Spoilt | None:
         """The next reply, if one comes in time."""
         try:
             return self._inbox.get(timeout=max(wait_s, 0.0))
@@ -59,8 +70,15 @@ class PostOffice:
 
     def _watch(self, awaited: set[str], until: float) -> None:
         while awaited and time.monotonic() < until:
-            for reply in self._grid.pull_messages(list(awaited)):
-                awaited.discard(reply.metadata.reply_to_message_id)
-                self._inbox.put(reply)
+            for name in sorted(awaited):
+                try:
+                    replies: Sequence[Message | Spoilt] = list(self._grid.pull_messages([name]))
+                except (OSError, httpx.HTTPError):  # the SuperLink is busy or gone: look again
+                    continue
+                except Exception as error:
+                    replies = [Spoilt(name, f"{type(error).__name__}: {error}"[:200])]
+                for reply in replies:
+                    awaited.discard(name)
+                    self._inbox.put(reply)
             if awaited:
                 time.sleep(LOOK_S)

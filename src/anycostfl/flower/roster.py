@@ -34,7 +34,7 @@ from anycostfl.flower.messages import (
     wire_bytes,
 )
 from anycostfl.flower.numbers import Numbers, Stranger, Taken
-from anycostfl.flower.post import PostOffice
+from anycostfl.flower.post import PostOffice, Spoilt
 from anycostfl.gate import Bench
 from anycostfl.types import Devices, Scale
 from anycostfl.workers import Reply
@@ -161,8 +161,8 @@ class Roster:
         answers: dict[int, Answer] = {}
         surplus: list[Answer] = []
 
-        def take(message: Message) -> None:
-            place = places.get(message.metadata.reply_to_message_id)
+        def take(name: str, message: Message | Spoilt) -> None:
+            place = places.get(name)
             if place is None:
                 return
             answer = answer_to(tasks[place], message, sizes[place])
@@ -239,12 +239,12 @@ class Roster:
 
     def _wait(self, done: Callable[[], bool], until: float) -> None:
         """Look after the fleet until something holds, or the time is over."""
-        while self._step(lambda _: None, 0.0):
+        while self._step(lambda *_: None, 0.0):
             pass  # what has come already
         while not done() and time.monotonic() < until:
-            self._step(lambda _: None, until)
+            self._step(lambda *_: None, until)
 
-    def _step(self, take: Callable[[Message], None], until: float) -> bool:
+    def _step(self, take: Callable[[str, Message | Spoilt], None], until: float) -> bool:
         """Handle the next message, if one comes soon; now and then see who is connected."""
         now = time.monotonic()
         if now - self._looked >= REFRESH_S:
@@ -253,10 +253,14 @@ class Roster:
         message = self._office.take(min(until - now, REFRESH_S / 4))
         if message is None:
             return False
+        if isinstance(message, Spoilt):
+            self._shun(message)
+            take(message.name, message)
+            return True
         name = message.metadata.reply_to_message_id
         asked = self._asked.get(name)
         if asked is None:
-            take(message)
+            take(name, message)
             self._renew(message)
         elif message.has_error():
             log(INFO, "node %s did not answer: %s", asked[0], message.error.reason)
@@ -288,6 +292,13 @@ class Roster:
             if name:
                 self._asked[name] = (node, lapses)
         self._office.watch([n for n, (_, t) in self._asked.items() if t == lapses], ASK_S)
+
+    def _shun(self, spoilt: Spoilt) -> None:
+        """Ask a node no more whose offer cannot be read, until it connects anew."""
+        asked = self._asked.pop(spoilt.name, None)
+        if asked is not None:
+            log(WARNING, "node %s is refused: %s", asked[0], spoilt.why)
+            self._ignored.add(asked[0])
 
     def _renew(self, message: Message) -> None:
         """A result carries the offer for the next round; without one, the device is asked."""
@@ -336,8 +347,10 @@ def cohort_of(offers: Sequence[Offer]) -> Cohort:
     )
 
 
-def answer_to(task: Task, message: Message, sent_bytes: int) -> Answer:
+def answer_to(task: Task, message: Message | Spoilt, sent_bytes: int) -> Answer:
     """What a reply to a task says, if it can be read."""
+    if isinstance(message, Spoilt):
+        return Answer(Reply(task.device, wire_bytes_down=sent_bytes, unreadable=message.why))
     if message.has_error() and message.error.code in NOTHING_CAME:
         return as_missing(task, message.error.reason or "no reason given", sent_bytes)
     sizes = Reply(task.device, wire_bytes_down=sent_bytes, wire_bytes_up=wire_bytes(message))

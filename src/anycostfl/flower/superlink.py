@@ -12,7 +12,7 @@ import ipaddress
 import logging
 import os
 import signal
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from flwr.superlink import extensions
@@ -44,14 +44,18 @@ def is_allowed(scope: Mapping[str, Any]) -> bool:
     """Whether a request may pass: a device's, or one from this machine."""
     if str(scope.get("path", "")).startswith(PUBLIC):
         return True
-    client = scope.get("client")
+    caller, here = _address(scope.get("client")), _address(scope.get("server"))
+    return caller is not None and (caller.is_loopback or caller == here)
+
+
+def _address(end: Sequence[Any] | None) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:
+    """The address of one end of a connection, if it is one."""
     try:
-        caller = ipaddress.ip_address(client[0]) if client else None
+        found = ipaddress.ip_address(end[0]) if end else None
     except ValueError:
-        return False
-    if isinstance(caller, ipaddress.IPv6Address) and caller.ipv4_mapped:
-        caller = caller.ipv4_mapped
-    return caller is not None and caller.is_loopback
+        return None
+    mapped = found.ipv4_mapped if isinstance(found, ipaddress.IPv6Address) else None
+    return mapped or found
 
 
 def main() -> None:

@@ -140,6 +140,9 @@ def _rounded(values: Iterable[float | None], digits: int) -> list[float | None]:
 
 
 def _text(path: Path, remarks: list[str]) -> str:
+    if path.is_symlink():  # to wherever: what it holds is not the run's, and the page may travel
+        remarks.append(f"{path.name} is a link and was passed over")
+        return ""
     try:
         content = path.read_bytes()[:LARGEST_FILE]
     except OSError as error:
@@ -180,7 +183,11 @@ def _environment(path: Path, remarks: list[str]) -> dict[str, str]:
     found = _json(path, remarks)
     if not isinstance(found, dict):
         return {}
-    return {str(key)[:LONGEST_TEXT]: _words(value) for key, value in found.items()}
+    try:
+        return {str(key)[:LONGEST_TEXT]: _words(value) for key, value in found.items()}
+    except RecursionError:
+        remarks.append(f"{path.name} is damaged and was passed over: it is nested too deeply")
+        return {}
 
 
 def _words(value: object) -> str:
@@ -203,7 +210,11 @@ def _widths(path: Path, remarks: list[str]) -> list[Document]:
     ):
         remarks.append(f"{path.name} is damaged and was passed over: a row lacks α or accuracy")
         return []
-    return [_plain(row) for row in sorted(rows, key=lambda row: float(row["alpha"]))]
+    try:
+        return [_plain(row) for row in sorted(rows, key=lambda row: float(row["alpha"]))]
+    except RecursionError:
+        remarks.append(f"{path.name} is damaged and was passed over: it is nested too deeply")
+        return []
 
 
 def _plain(row: Document) -> Document:
@@ -215,7 +226,7 @@ def _plain(row: Document) -> Document:
 
 
 def _is_number(value: object) -> bool:
-    return isinstance(value, int | float) and math.isfinite(value) and abs(value) < 1e300
+    return isinstance(value, int | float) and abs(value) < 1e300
 
 
 def _wall_s(path: Path, rounds: int) -> float | None:
