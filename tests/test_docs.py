@@ -49,7 +49,7 @@ def test_every_row_of_the_paper_map_exists(paper: str, function: str, test: str)
 
 
 def test_make_targets_named_in_the_readme_exist() -> None:
-    named = set(re.findall(r"^make ([a-z]+)", (ROOT / "README.md").read_text(), re.M))
+    named = set(re.findall(r"(?:^|\$ |`)make ([a-z]+)", (ROOT / "README.md").read_text(), re.M))
     targets = set(re.findall(r"^([a-z]+):", (ROOT / "Makefile").read_text(), re.M))
     assert named
     assert named <= targets

@@ -270,7 +270,7 @@ class Row:
     cost: Cost | None  # to the target; None unless every seed reached it
     whole: bool  # all rounds were played, not only those to the target
     best: float
-    spread: float  # standard deviation of the best accuracies
+    spread: float | None  # standard deviation of the best accuracies; one seed has none
 
 
 def make_row(label: str, runs: Sequence[tuple[Config, Records]], target: float) -> Row:
@@ -286,7 +286,7 @@ def make_row(label: str, runs: Sequence[tuple[Config, Records]], target: float) 
         cost=_mean(known) if len(known) == len(costs) else None,
         whole=all(len(records) >= config.run.rounds for config, records in runs),
         best=statistics.fmean(best),
-        spread=statistics.stdev(best) if len(best) > 1 else 0.0,
+        spread=statistics.stdev(best) if len(best) > 1 else None,
     )
 
 
@@ -311,7 +311,7 @@ def as_cells(rows: Sequence[Row], preset: str) -> list[list[str]]:
     base = next((row.cost for row in rows if row.label == "anycostfl"), None)
     cells = []
     for row in rows:
-        spread = f" ± {100 * row.spread:.2f}" if row.seeds > 1 else ""
+        spread = f" ± {100 * row.spread:.2f}" if row.spread is not None else ""
         cells.append(
             [
                 row.label,
@@ -358,7 +358,8 @@ def to_csv(rows: Sequence[Row]) -> str:
     writer.writerow(["method", "rate", "seeds", "played", *names, "best", "std"])
     for row in rows:
         values = [getattr(row.cost, n) if row.cost else "" for n in names]
-        writer.writerow([row.label, row.rate, row.seeds, row.rounds, *values, row.best, row.spread])
+        figures = [*values, row.best, "" if row.spread is None else row.spread]
+        writer.writerow([row.label, row.rate, row.seeds, row.rounds, *figures])
     return out.getvalue()
 
 

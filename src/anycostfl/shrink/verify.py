@@ -10,7 +10,9 @@ together (one dial), or the model's literal sizes are rewritten, or those groups
 
 from __future__ import annotations
 
+import io
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, redirect_stderr
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -202,7 +204,7 @@ def _try_cut(recipe: Recipe, widths: Mapping[str, int], inputs: Sequence[Any]) -
 def _run(model: nn.Module, inputs: Sequence[Any], observer: Observer) -> str | None:
     """Let the model run as when it was traced; the message if it fails on the way."""
     try:
-        with evaluation(model, plain=True), follow(model, observer), observer:
+        with _silent(), evaluation(model, plain=True), follow(model, observer), observer:
             model(*inputs)
     except Exception as error:
         return str(error).partition("\n")[0]
@@ -211,11 +213,16 @@ def _run(model: nn.Module, inputs: Sequence[Any], observer: Observer) -> str | N
 
 def _practises(model: nn.Module, inputs: Sequence[Any]) -> bool:
     try:
-        with practice(model):
+        with _silent(), practice(model):
             model(*inputs)
     except Exception:
         return False
     return True
+
+
+def _silent() -> AbstractContextManager[object]:
+    """A captured graph prints where it failed before it raises; here that is only a trial."""
+    return redirect_stderr(io.StringIO())
 
 
 # --- what to do about a failure ----------------------------------------------------------------
