@@ -9,6 +9,7 @@ import signal
 import time
 import traceback
 from collections.abc import Callable
+from multiprocessing import forkserver
 from pathlib import Path
 
 import pytest
@@ -174,6 +175,8 @@ def start(folder: Path, overrides: list[str], workers: int, sabotage: Callable[[
     if child:
         return child
     try:
+        # A fork server that another test began is no child of this process: it needs its own.
+        forkserver._forkserver._forkserver_pid = None  # type: ignore[attr-defined]
         sabotage()
         if (folder / records.CONFIG).exists():
             run(resume=folder, workers=workers, json=True)

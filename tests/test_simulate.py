@@ -17,7 +17,7 @@ from anycostfl.config import to_toml
 from anycostfl.errors import AnycostError, ConfigError
 from anycostfl.experiment import prepare, settle
 from anycostfl.records import InUse, RunWriter, read_run
-from anycostfl.runs import Turn, check_engine, keep, take_up
+from anycostfl.runs import Turn, begin, check_engine, keep, take_up
 from anycostfl.server import Server
 from anycostfl.simulate import play, run
 from anycostfl.workers import DeviceSide, Job, Purpose, Reply, draw_seed
@@ -113,6 +113,18 @@ def test_another_own_method_is_noticed_and_nothing_is_touched(
     assert {p.name: p.read_bytes() for p in writer.folder.iterdir() if p.name != "lock"} == {
         name: content for name, content in before.items() if name != "lock"
     }
+
+
+def test_other_data_under_the_same_name_is_noticed(tmp_path: Path) -> None:
+    config = small_config(tmp_path, "run.rounds=1")
+    assert config.data.name.endswith(".npz")
+    writer = begin(tmp_path / "run", config)
+    list(keep(play(config), config, writer))
+    take_up(writer.folder)
+    with Path(config.data.name).open("ab") as file:
+        file.write(b"more")
+    with pytest.raises(AnycostError, match=r"begun with another .*\.npz"):
+        take_up(writer.folder)
 
 
 def test_a_run_that_goes_on_elsewhere_is_left_alone(tmp_path: Path) -> None:

@@ -23,9 +23,9 @@ from anycostfl import methods
 from anycostfl.config import Config, essence, parse_config, profiles_of, to_toml
 from anycostfl.errors import AnycostError
 from anycostfl.fleet import draw_cohort
-from anycostfl.records import CONFIG, RunWriter, read_config, read_journal
+from anycostfl.records import CONFIG, read_config, read_journal
 from anycostfl.rounds import charge
-from anycostfl.runs import Turns, check_files, keep, take_up
+from anycostfl.runs import Turns, begin, check_files, keep, take_up
 from anycostfl.simulate import play
 from anycostfl.types import Profile, RoundRecord
 
@@ -134,13 +134,13 @@ def _evaluated(config: Config, rounds: float) -> int:
 
 def _open(case: Case, home: Path, workers: int) -> tuple[list[RoundRecord], Turns]:
     """The rounds played so far, and those to come; a start that fails leaves nothing behind."""
-    config, text = case.config, to_toml(case.config)
+    config = case.config
     if not (home / CONFIG).exists():
         turns = play(config, workers=workers)
-        return [], keep(turns, config, RunWriter.create(home, text))
+        return [], keep(turns, config, begin(home, config))
     before = take_up(home)
     turns = play(config, workers=workers, start=before.start)
-    before.writer.reconfigure(text)
+    before.writer.reconfigure(to_toml(config))
     return before.records, keep(turns, config, before.writer)
 
 

@@ -1,7 +1,7 @@
 """A run directory: what was asked, where it ran, what happened, and where to go on.
 
     config.toml          the resolved configuration; `anycostfl run config.toml` repeats the run
-    environment.json     versions, machine, command, checksums of own methods and models
+    environment.json     versions, machine, command, checksums of own methods, models and data
     rounds.jsonl         one round per line, the same bytes whenever the run is repeated
     rounds.copy.jsonl    the same once more, for lines that get damaged
     timing.jsonl         wall seconds per round, which are not
@@ -108,15 +108,20 @@ class RunWriter:
             yield
 
     @classmethod
-    def create(cls, folder: Path, config: str) -> RunWriter:
-        """Start a new run directory; one that holds a run already is left alone."""
+    def create(cls, folder: Path, config: str, files: Mapping[str, str] | None = None) -> RunWriter:
+        """Start a new run directory; one that holds a run already is left alone.
+
+        `files` are checksums of what the run reads besides its configuration.
+        """
         if (folder / CONFIG).exists():
             raise StorageError(
                 f"{folder} holds a run already; choose another --out, or --resume {folder}"
             )
         with _said(folder):
             folder.mkdir(parents=True, exist_ok=True)
-            write_whole(folder / ENVIRONMENT, json.dumps(environment(), indent=2).encode())
+            write_whole(
+                folder / ENVIRONMENT, json.dumps(environment(files or {}), indent=2).encode()
+            )
             write_whole(folder / JOURNAL, b"")
             write_whole(folder / COPY, b"")
             write_whole(folder / CONFIG, config.encode())
@@ -398,7 +403,7 @@ def _unshared(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     return {name: t.detach().to("cpu", copy=True).contiguous() for name, t in tensors.items()}
 
 
-def environment() -> dict[str, object]:
+def environment(files: Mapping[str, str]) -> dict[str, object]:
     """What a result may depend on."""
     versions = {}
     for package in ("anycostfl", "torch", "numpy", "numba", "safetensors"):
@@ -411,12 +416,12 @@ def environment() -> dict[str, object]:
         "cores": os.cpu_count(),
         "torch_cpu_capability": torch.backends.cpu.get_cpu_capability(),
         "command": sys.argv,
-        "own_files": own_files(),
+        "own_files": {**own_files(), **files},
     }
 
 
 def read_own_files(folder: Path) -> dict[str, str]:
-    """The SHA-256 of the user's own methods and models when a run began, as far as it is known."""
+    """The SHA-256 of the user's own files when a run began, as far as it is known."""
     try:
         kept = json.loads((folder / ENVIRONMENT).read_text()).get("own_files", {})
     except (OSError, ValueError, AttributeError):

@@ -32,8 +32,14 @@ def own_files() -> dict[str, str]:
     found: dict[str, str] = {}
     for kind in KINDS:
         for path in (path for folder in own_folders(kind) for path in Path(folder).glob("*.py")):
-            found.setdefault(f"{kind}/{path.name}", hashlib.sha256(path.read_bytes()).hexdigest())
+            found.setdefault(f"{kind}/{path.name}", digest(path))
     return found
+
+
+def digest(path: Path) -> str:
+    """The SHA-256 of a file."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def modules_in(folders: Sequence[str]) -> list[str]:

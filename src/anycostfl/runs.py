@@ -11,12 +11,12 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 
 from anycostfl import methods, models
-from anycostfl.config import Config, parse_config
+from anycostfl.config import Config, parse_config, to_toml
 from anycostfl.downlink import Ledger, ledger_of
 from anycostfl.errors import AnycostError
 from anycostfl.gate import Bench, bench_of
 from anycostfl.records import Checkpoint, RunWriter, SavedRun, open_run, read_own_files
-from anycostfl.registry import own_files
+from anycostfl.registry import digest, own_files
 from anycostfl.types import RoundRecord
 
 
@@ -94,10 +94,24 @@ def take_up(folder: Path) -> Stopped:
     )
 
 
+def begin(folder: Path, config: Config) -> RunWriter:
+    """Start a run directory that knows the files its rounds depend on."""
+    return RunWriter.create(folder, to_toml(config), files_of(config))
+
+
+def files_of(config: Config) -> dict[str, str]:
+    """The SHA-256 of the data and device profiles that a configuration names as files."""
+    named = (config.data.name, *config.fleet.profiles)
+    paths = (Path(name) for name in named if name.endswith((".npz", ".toml")))
+    return {str(path): digest(path) for path in paths if path.is_file()}
+
+
 def check_files(folder: Path, config: Config) -> None:
-    """Refuse to go on with another method or model of the user's own than a run began with."""
-    then, now = read_own_files(folder), own_files()
-    for file in (methods.file_of(config.run.method), models.file_of(config.model.name)):
+    """Refuse to go on with another method, model, data or profile than a run began with."""
+    then, given = read_own_files(folder), files_of(config)
+    now = {**own_files(), **given}
+    own = (methods.file_of(config.run.method), models.file_of(config.model.name))
+    for file in (*own, *(name for name in given if name in then)):
         if then.get(file) != now.get(file):
             raise AnycostError(
                 f"{folder.name} was begun with another {file}; choose another --out, or remove it"

@@ -18,8 +18,7 @@ from anycostfl.data import DataMissing
 from anycostfl.errors import ConfigError
 from anycostfl.experiment import prepare, settle
 from anycostfl.fleet import draw_cohort
-from anycostfl.records import RunWriter
-from anycostfl.runs import Turns, check_engine, keep, take_up
+from anycostfl.runs import Turns, begin, check_engine, keep, take_up
 from anycostfl.types import RoundRecord
 from anycostfl.workers import count_workers
 
@@ -63,7 +62,7 @@ def run(
             _show_plan(config, json=json)
             return
         turns = play(config, workers=processes)  # first: a start that fails leaves no folder behind
-        writer = RunWriter.create(out_dir or free_folder(Path(name).stem), to_toml(config))
+        writer = begin(out_dir or free_folder(Path(name).stem), config)
         records = []
     stopped = _train(keep(turns, config, writer), records, config, writer.folder, quiet=json)
     conclude(config, writer.folder, records, stopped=stopped, json=json)

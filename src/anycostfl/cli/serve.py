@@ -17,7 +17,7 @@ from anycostfl.config import Config, load_preset, to_toml
 from anycostfl.errors import ConfigError
 from anycostfl.experiment import prepare
 from anycostfl.records import RunWriter
-from anycostfl.runs import check_engine, take_up
+from anycostfl.runs import begin, check_engine, take_up
 from anycostfl.types import RoundRecord
 
 if TYPE_CHECKING:
@@ -97,7 +97,7 @@ def _go_on(folder: Path, rounds: int | None) -> tuple[Config, RunWriter, list[Ro
 
 def _begin(config: Config, folder: Path) -> RunWriter:
     prepare(config)  # first: a start that fails leaves no folder behind
-    return RunWriter.create(folder, to_toml(config))
+    return begin(folder, config)
 
 
 def _check_keys(*needed: Path) -> None:
