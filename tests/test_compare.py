@@ -194,6 +194,18 @@ def test_larger_rates_are_tried_while_the_largest_is_the_best(tmp_path: Path) ->
     assert only.best_rate(config, "fedavg") == best
 
 
+def test_runs_that_went_on_for_longer_count_up_to_what_is_asked(tmp_path: Path) -> None:
+    long = small_config(tmp_path, "run.rounds=3")
+    told: list[int] = []
+    series = Series(tmp_path / "all", 1, lambda _, records: told.append(len(records)))
+    made = make_case(long, "fedavg", 0.05, 0)
+    assert len(series.advance(made, lasted(3))) == 3
+    short = make_case(small_config(tmp_path, "run.rounds=2"), "fedavg", 0.05, 0)
+    assert len(series.advance(short, lasted(2))) == 2
+    assert len(series.advance(short, lambda _: False)) == 2
+    assert told == [1, 2, 3]  # nothing was played again
+
+
 def test_only_one_process_works_on_a_folder(tmp_path: Path) -> None:
     with (
         only_one(tmp_path),

@@ -98,6 +98,31 @@ def test_a_buffer_that_is_one_number_for_all_channels_stays_as_it_is() -> None:
     assert net.shrink(0.25).module(x).shape == (2, 3)
 
 
+def test_a_trial_in_training_mode_leaves_no_trace() -> None:
+    class Both(nn.Module):
+        """An expanded buffer, BatchNorm, dropout, and a layer that only training uses."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.fc1, self.norm, self.fc2 = nn.Linear(5, 8), nn.BatchNorm1d(8), nn.Linear(8, 3)
+            self.helper, self.drop = nn.Linear(8, 3), nn.Dropout(0.5)
+            self.register_buffer("scale", torch.full((1,), 2.0).expand(8))
+
+        def forward(self, x: Tensor) -> Tensor:
+            h = self.drop(self.norm(self.fc1(x)) * self.scale)
+            out: Tensor = self.fc2(h) + self.helper(h) if self.training else self.fc2(h)
+            return out
+
+    module = Both().eval()
+    before = {n: t.clone() for n, t in tensors_of(module).items()}
+    random = torch.get_rng_state()
+    net = ElasticModel(module, torch.randn(2, 5, generator=torch.Generator()))
+    assert torch.equal(torch.get_rng_state(), random)
+    assert all(torch.equal(t, before[n]) for n, t in tensors_of(module).items())
+    assert not module.training
+    assert net.shrink(0.25).module.train()(torch.randn(2, 5)).shape == (2, 3)
+
+
 def test_the_papers_example_halves_every_hidden_layer() -> None:
     layers = [nn.Linear(5, 16), nn.ReLU(), nn.Linear(16, 32), nn.ReLU(), nn.Linear(32, 64)]
     net = ElasticModel(nn.Sequential(*layers, nn.ReLU(), nn.Linear(64, 3)), torch.randn(2, 5))

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from anycostfl import theory
 from anycostfl.aggregate import optimal_weights
-from anycostfl.errors import ConfigError
+from anycostfl.errors import ConfigError, UnknownName
 
 ROOT = Path(__file__).parents[1]
 share = st.floats(0.0, 1.0)
@@ -156,6 +156,15 @@ def test_measured_errors_are_the_means_of_the_published_table(codec: str) -> Non
     assert all(len(found) == 12 for found in errors.values())
     means = [statistics.fmean(found) for found in errors.values()]
     assert means == pytest.approx(theory.MEASURED[codec].errors, abs=5e-5)
+
+
+def test_a_codec_without_a_measured_quality_is_named() -> None:
+    with pytest.raises(UnknownName, match="no codec 'lowrnak'"):
+        theory.quality("lowrnak", 0.1)
+
+
+def test_rounds_are_counted_over_the_whole_range_of_numbers() -> None:
+    assert theory.rounds_to(1e-300, factor=0.5, start=1e300) == 1 + math.ceil(600 / math.log10(2))
 
 
 def test_the_papers_codec_has_beta_itself_as_its_quality() -> None:

@@ -58,6 +58,7 @@ def unknown(tracer: Tracer, call: Call) -> None:
 
 @rule("clone", "detach", "alias", "_to_copy", "copy_", "copy", "_softmax", "_log_softmax")
 @rule("_prelu_kernel", "lift_fresh", "native_dropout", "fill_", "zero_", "contiguous")
+@rule("bernoulli", "bernoulli_", "uniform_", "normal_")
 def elementwise(tracer: Tracer, call: Call) -> None:
     """Align all operands index by index, with broadcasting."""
     why = tracer.misfit(call)
@@ -75,6 +76,7 @@ def elementwise(tracer: Tracer, call: Call) -> None:
 
 @rule("zeros", "ones", "full", "empty", "zeros_like", "ones_like", "full_like", "empty_like")
 @rule("new_zeros", "new_ones", "new_full", "new_empty", "scalar_tensor", "empty_strided")
+@rule("rand_like", "randn_like")
 def constant(tracer: Tracer, call: Call) -> None:
     """A constant is the same for every channel, so it takes on whatever it meets."""
     for result in call.outputs:

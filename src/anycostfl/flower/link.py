@@ -158,7 +158,7 @@ class Link:
             try:
                 request = RegisterNodeRequest(public_key=public_key(paths[name]), name=name)
                 self._registered[name] = self._control.RegisterNode(request).node_id
-            except ConfigError as error:
+            except (ConfigError, OSError) as error:  # half a key, or gone again
                 logger.warning("%s", error)
             except httpx.HTTPStatusError as error:
                 if error.response.status_code != httpx.codes.PRECONDITION_FAILED:

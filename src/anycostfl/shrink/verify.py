@@ -196,7 +196,7 @@ def _try_cut(recipe: Recipe, widths: Mapping[str, int], inputs: Sequence[Any]) -
     if message is not None:
         module = expected[len(seen)][0] if len(seen) < len(expected) else ""
         return Failure(len(seen), module, message)
-    if _practises(recipe.source, inputs) and not _practises(small, inputs):
+    if not _practises(small, inputs) and _practises(recipe.source, inputs):
         return Failure(len(seen), "", "does not run in training mode")
     return None
 
