@@ -46,6 +46,7 @@ STAGES = (
     Stage("cnn-middle", "fashion-mnist", "cnn", 500, 1000, GENTLE),
     Stage("cnn-late", "fashion-mnist", "cnn", 3000, 1000, BRISK, seed=1),
     Stage("resnet18", "cifar10", "resnet18", 30, 512, BRISK),
+    Stage("resnet18-late", "cifar10", "resnet18", 600, 833, BRISK),
     Stage("tune-resnet18", "cifar10", "resnet18", 20, 512, BRISK, seed=11),
     Stage("tune-vgg9", "cifar10", "vgg9", 200, 512, DEEP, seed=11),
     Stage("vgg9-early", "cifar10", "vgg9", 100, 833, DEEP),

@@ -106,7 +106,7 @@ def test_your_own_arrays_are_checked(tmp_path: Path) -> None:
         test_images=np.zeros((2, 5, 5)),
         test_labels=np.arange(2),
     )
-    problems = r"(?s)train_images: given shape \(4, 5\).*4 images but 3"
+    problems = r"(?s)train_images: given shape \(4, 5\).*4 images but labels of shape \(3,\)"
     with pytest.raises(ConfigError, match=problems):
         data.load(str(path))
 
@@ -114,9 +114,10 @@ def test_your_own_arrays_are_checked(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("labels", "told"),
     [
-        (np.array([0, -1, 2, 3]), "given int64 from -1 on, allowed whole numbers"),
+        (np.array([0, -1, 2, 3]), "given -1, allowed whole numbers"),
+        (np.array(["a", "b", "c", "d"]), "given <U1, allowed whole numbers"),
         (np.array([0.0, 0.5, 2, 3]), "given float64"),
-        (np.zeros((4, 1), int), "allowed one label for each image"),
+        (np.zeros((4, 1), int), r"labels of shape \(4, 1\), allowed one label for each image"),
     ],
 )
 def test_labels_are_whole_numbers(tmp_path: Path, labels: object, told: str) -> None:
@@ -131,6 +132,58 @@ def test_labels_are_whole_numbers(tmp_path: Path, labels: object, told: str) -> 
     )
     with pytest.raises(ConfigError, match=told):
         data.load(str(path))
+
+
+@pytest.mark.parametrize(
+    ("images", "told"),
+    [
+        (np.full((4, 5, 5), np.nan), "not finite"),
+        (np.full((4, 5, 5), 1e300), "beyond 1e"),
+        (np.zeros((4, 5, 5), complex), "given complex128, allowed real numbers"),
+        (np.full((4, 5, 5), "x"), "given <U1, allowed real numbers"),
+        (np.float32(3), r"given shape \(\)"),
+        (np.zeros((4, 5, 6)), r"train_images of \(5, 6\) and test_images of \(5, 5\), allowed one"),
+    ],
+)
+def test_images_are_finite_numbers_of_one_size(tmp_path: Path, images: object, told: str) -> None:
+    path = tmp_path / "mine.npz"
+    np.savez(
+        path,
+        train_images=np.asarray(images),
+        train_labels=np.arange(4),
+        test_images=np.zeros((2, 5, 5)),
+        test_labels=np.arange(2),
+    )
+    with pytest.raises(ConfigError, match=told):
+        data.load(str(path))
+
+
+def test_a_folder_that_is_named_is_the_only_one_looked_in(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    full = tmp_path / "full"
+    full.mkdir()
+    for name in ("train", "t10k"):
+        (full / f"{name}-images-idx3-ubyte.gz").write_bytes(idx((2, 3, 3), bytes(range(18))))
+        (full / f"{name}-labels-idx1-ubyte.gz").write_bytes(idx((2,), bytes(2)))
+    monkeypatch.setenv("ANYCOSTFL_DATA", str(full))
+    assert len(data.load("fashion-mnist").train_labels) == 2
+    with pytest.raises(data.DataMissing, match="is not in /no/such/folder"):
+        data.load("fashion-mnist", "/no/such/folder")
+    with pytest.raises(ConfigError, match="embedded needs none"):
+        data.load("embedded", str(full))
+
+
+@pytest.mark.parametrize("content", [b"", b"words", bytes(3072)])
+def test_damaged_cifar_files_are_named(tmp_path: Path, content: bytes) -> None:
+    (tmp_path / "data_batch_1.bin").write_bytes(bytes(3073))
+    (tmp_path / "data_batch_2.bin").write_bytes(content)
+    with pytest.raises(ConfigError, match=r"data_batch_[23]\.bin cannot be read"):
+        data.load("cifar10", str(tmp_path))
+    pytest.importorskip("pyarrow")
+    (tmp_path / "train-0.parquet").write_bytes(content)
+    with pytest.raises(ConfigError, match=r"train-0\.parquet cannot be read"):
+        data.load("cifar10", str(tmp_path))
 
 
 def test_a_file_that_is_no_npz_says_so(tmp_path: Path) -> None:

@@ -1,6 +1,8 @@
 """The planner is exact: against brute force, by properties, and against the paper's closed form."""
 
+import re
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
@@ -9,7 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from anycostfl import cost
-from anycostfl.errors import InfeasibleBudget
+from anycostfl.config import load_preset
+from anycostfl.errors import ConfigError, InfeasibleBudget
+from anycostfl.fleet import draw_cohort
 from anycostfl.planner import (
     _positive_root,
     closed_form,
@@ -21,6 +25,7 @@ from anycostfl.theory import MEASURED
 from anycostfl.types import Binds, Devices, Limits, Reason, Strategies, Workload, make_devices
 from planner_oracle import polish, random_devices, search
 
+ROOT = Path(__file__).parents[1]
 CNN = Workload(flops_per_sample=72_384_512, size_bits=53_227_840)
 VGG9 = Workload(flops_per_sample=810_448_896, size_bits=111_728_960)
 PAPER = Limits(alpha_min=0.25, beta_min=0.001, beta_max=1 / 15)
@@ -35,9 +40,9 @@ CASES = [
 ]
 
 
-def one_device(**changes: float) -> Devices:
+def one_device(**changes: npt.ArrayLike) -> Devices:
     """The mean device of the Fashion-MNIST preset at 370 m."""
-    values = {
+    values: dict[str, npt.ArrayLike] = {
         "samples": 1000.0,
         "flops_per_cycle": 33.36,
         "energy_coefficient": 7.5e-27,
@@ -252,6 +257,8 @@ def test_infeasible_device_sits_out_with_its_reason(
     assert not s.feasible[0]
     assert s.reason[0] == reason
     assert (s.alpha[0], s.gain[0], s.energy_j[0], s.binds[0]) == (0.0, 0.0, 0.0, 0)
+    costly = plan_strategies(one_device(**changes, overhead=0.1), CNN, PAPER)
+    assert (costly.energy_j[0], costly.latency_s[0]) == (0.0, 0.0)  # nobody computes
     with pytest.raises(InfeasibleBudget, match=str(reason)):
         require_feasible(s, devices)
 
@@ -283,13 +290,41 @@ def test_least_budgets_are_enough_and_no_less_is() -> None:
 
 
 def test_needed_budgets_are_told_as_pairs_that_suffice() -> None:
-    devices = one_device(latency_s=0.1, energy_j=0.001)  # below both floors
+    devices = random_devices(np.random.default_rng(5), 3000)
     s = plan_strategies(devices, CNN, PAPER)
-    told = needed_budgets(s, devices, 0)
-    first, second = (part.split(" s with ") for part in told.removesuffix(" J").split(" J, or "))
-    for seconds, joules in (first, second):
-        raised = one_device(latency_s=float(seconds) * 1.001, energy_j=float(joules) * 1.001)
-        assert plan_strategies(raised, CNN, PAPER).feasible[0]
+    out = np.flatnonzero(~s.feasible)[:300]
+    assert len(out) == 300
+    values = {name: getattr(devices, name)[out] for name in Devices.__slots__}
+    words = [needed_budgets(s, devices, int(i)).removesuffix(" J").split(" J, or ") for i in out]
+    for pair in (0, 1):
+        told = np.array([[float(x) for x in parts[pair].split(" s with ")] for parts in words])
+        raised = make_devices(**{**values, "latency_s": told[:, 0], "energy_j": told[:, 1]})
+        assert plan_strategies(raised, CNN, PAPER).feasible.all()
+
+
+def test_devices_of_different_lengths_are_named() -> None:
+    with pytest.raises(ConfigError, match=r"samples \(3,\), rate_bps \(2,\)"):
+        one_device(samples=[1, 2, 3], rate_bps=[1e6, 1e6])
+    with pytest.raises(ConfigError, match=r"samples \(1, 2\)"):
+        one_device(samples=[[1, 2]])
+
+
+def test_published_means_are_what_the_planner_plans() -> None:
+    """The table "A codec that was measured" of docs/planner.md."""
+    table = (ROOT / "docs/planner.md").read_text()
+    row = r"^\| ([\w-]*) ?\| (the paper's|kernel\+|lowrank) \| ([\d.]+) \| 1/(\d+) \| ([\d.]+) \|"
+    rows, preset = re.findall(row, table, re.MULTILINE), ""
+    assert len(rows) == 6
+    for name, gain, *figures in rows:
+        preset = name or preset
+        codec = "kernel" if gain == "the paper's" else gain
+        config = load_preset(preset, [f"compression.codec={codec}"])
+        limits = config.limits_of("anycostfl")
+        cohorts = (draw_cohort(config.fleet, seed=0, round_index=i).devices for i in range(50))
+        plans = [plan_strategies(devices, config.workload, limits) for devices in cohorts]
+        alpha, beta = (np.concatenate([getattr(p, n) for p in plans]) for n in ("alpha", "beta"))
+        means = f"{alpha.mean():.3f}", f"{1 / beta.mean():.0f}", f"{(alpha * beta).mean():.4f}"
+        assert means == tuple(figures), (preset, codec)
 
 
 def test_nobody_to_plan_for() -> None:

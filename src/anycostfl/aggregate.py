@@ -47,6 +47,10 @@ class Contribution:
     update: Update
     weight: float
 
+    def __post_init__(self) -> None:
+        if not 0 <= self.weight < math.inf:
+            raise ConfigError([f"weight: given {self.weight}, allowed a finite number >= 0"])
+
 
 @dataclass(frozen=True, slots=True)
 class Rules:

@@ -23,15 +23,18 @@ class Interval:
     low: float
     high: float = math.inf
     open_low: bool = False
+    whole: bool = False
 
     def contains(self, value: npt.ArrayLike) -> npt.NDArray[np.bool_]:
         """Whether each value lies inside."""
         x = np.asarray(value, dtype=np.float64)
         above = x > self.low if self.open_low else x >= self.low
-        below: npt.NDArray[np.bool_] = np.isfinite(x) & above & (x <= self.high)
-        return below
+        inside: npt.NDArray[np.bool_] = np.isfinite(x) & above & (x <= self.high)
+        return inside & (x == np.floor(x)) if self.whole else inside
 
     def __str__(self) -> str:
+        if self.whole and math.isinf(self.high):
+            return f"a whole number >= {self.low:g}"
         if math.isinf(self.high):
             return f"a finite number {'>' if self.open_low else '>='} {self.low:g}"
         return f"a number in {'(' if self.open_low else '['}{self.low:g}, {self.high:g}]"
@@ -53,7 +56,7 @@ class OneOf:
 
 POSITIVE = Interval(0.0, open_low=True)
 Positive = Annotated[float, POSITIVE]
-Count = Annotated[int, Interval(1.0)]
+Count = Annotated[int, Interval(1.0, whole=True)]
 PositiveArray = Annotated[FloatArray, POSITIVE]
 AtLeastZero = Interval(0.0)
 
@@ -94,6 +97,8 @@ def _problem(name: str, rule: object, values: Mapping[str, Any]) -> str:
     value = values[name]
     if isinstance(rule, OneOf) and value not in rule.choices:
         return f"{name}: given {value!r}, allowed {', '.join(rule.choices)}"
+    if isinstance(rule, Interval) and np.asarray(value).dtype.kind not in "iufb":
+        return f"{name}: given {value!r}, allowed {rule}"
     if isinstance(rule, Interval) and np.any(bad := ~rule.contains(value)):
         return f"{name}: given {_first(value, bad)}, allowed {rule}"
     if isinstance(rule, AtMost) and values.get(rule.other) is not None:

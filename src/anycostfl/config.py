@@ -41,7 +41,7 @@ class Training:
 
     learning_rate: Positive
     batch: Count
-    momentum: Annotated[float, Interval(0.0, 1.0)] = 0.0
+    momentum: Annotated[float, Interval(0.0, 0.999)] = 0.0
     weight_decay: Annotated[float, Interval(0.0)] = 0.0
     clip_norm: Annotated[float, Interval(0.0)] = 0.0  # 0 is off
     precision: Annotated[str, OneOf(("auto", "fp32", "bf16"))] = "auto"
@@ -143,11 +143,16 @@ class Config:
 
     @staticmethod
     def cross_check(values: Mapping[str, Any]) -> list[str]:
-        """Rates are those of methods that exist, and shares."""
+        """Rates are shares of methods that take one; no more must agree than take part."""
         problems = []
+        fleet, rules = values.get("fleet"), values.get("aggregation")
+        if fleet and rules and rules.least > fleet.cohort:
+            allowed = f"at most fleet.cohort ({fleet.cohort})"
+            problems.append(f"aggregation.least: given {rules.least}, allowed {allowed}")
         for name, rate in (values.get("rates") or {}).items():
             try:
-                methods.load(name)
+                if not methods.load(name).takes_rate:
+                    problems.append(f"rates.{name}: it plans its uploads itself, within [limits]")
             except UnknownName as error:
                 problems.append(f"rates.{name}: {error}")
             if isinstance(rate, int | float) and not 0 < rate <= 1:
@@ -159,11 +164,15 @@ class Config:
 
         No upload is planned that has no room for the frame of a payload.
         """
-        frame = 8 * OVERHEAD / (self.limits.alpha_min * self.workload.size_bits)
+        caps = self.limits
+        frame = 8 * (OVERHEAD + 1) / (caps.alpha_min * self.workload.size_bits)
+        if frame > caps.beta_max:
+            given = f"given {caps.beta_max:g}, allowed at least {frame:.3g}"
+            raise ConfigError([f"limits.beta_max: {given}, what the frame of a payload takes"])
         caps = replace(
-            self.limits,
-            rate=self.rates.get(method, self.limits.rate),
-            beta_min=min(max(self.limits.beta_min, frame), self.limits.beta_max),
+            caps,
+            rate=self.rates.get(method, caps.rate),
+            beta_min=max(caps.beta_min, frame),
         )
         return Limits(**asdict(caps), codec=self.compression.codec or methods.load(method).codec)
 
@@ -224,7 +233,7 @@ def to_toml(config: Config) -> str:
 
 def _key(name: str) -> str:
     """A key as TOML writes it: methods may be called anycostfl+."""
-    return name if re.fullmatch(r"[A-Za-z0-9_-]+", name) else json.dumps(name, ensure_ascii=False)
+    return name if re.fullmatch(r"[A-Za-z0-9_-]+", name) else _quoted(name)
 
 
 def essence(config: Config) -> str:
@@ -239,7 +248,12 @@ def toml_value(value: str | bool | float | tuple[str, ...]) -> str:
         return f"[{', '.join(map(toml_value, value))}]"
     if isinstance(value, bool):
         return str(value).lower()
-    return json.dumps(value, ensure_ascii=False) if isinstance(value, str) else repr(value)
+    return _quoted(value) if isinstance(value, str) else repr(value)
+
+
+def _quoted(text: str) -> str:
+    """As JSON, but for the one character that TOML wants escaped besides."""
+    return json.dumps(text, ensure_ascii=False).replace("\x7f", "\\u007f")
 
 
 def tomllib_load(file: Traversable, name: str) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Time and energy of computing and of the radio (Sec. IV-A, eqs. 5–9).
+"""Time and energy of computing and of the radio (Sec. IV-A, eqs. 6–9).
 
     T^cmp = C·(α + o) / f    E^cmp = ε·f²·C·(α + o)    with C = τ·|D|·W cycles
     r = b·log2(1 + h·P / (N0·b))

@@ -14,11 +14,12 @@ import math
 import os
 import struct
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from importlib import resources
 from importlib.resources.abc import Traversable
 from pathlib import Path
+from typing import Any
 from zipfile import BadZipFile
 
 import numpy as np
@@ -35,6 +36,7 @@ Part = tuple[Images, Labels]
 
 FASHION_MNIST_PLACES = ("/usr/share/datasets/fashion-mnist",)
 """Where packages put it: Debian's `dataset-fashion-mnist`."""
+LARGEST = 1e18  # of a pixel; its square is finite in single precision
 
 
 class DataMissing(UnknownName):
@@ -64,6 +66,8 @@ def load(name: str, path: str = "", scale: Scale | None = None) -> Dataset:
     With the `scale` of an experiment it is the data of one of its devices: normalised as the
     others' is, and a file needs nothing to test on.
     """
+    if path and (name.endswith(".npz") or name == "embedded"):
+        raise ConfigError([f"data.path: given {path!r}, but {name} needs none"])
     if name.endswith(".npz"):
         parts = _read_npz(Path(name), tests=scale is None)
         return _dataset(Path(name).stem, *parts, scale)
@@ -130,23 +134,39 @@ def _read_embedded(path: str) -> tuple[Part, Part]:
 
 
 def _read_fashion_mnist(path: str) -> tuple[Part, Part]:
-    for place in (path, os.environ.get("ANYCOSTFL_DATA", ""), *FASHION_MNIST_PLACES):
-        for folder in (Path(place), Path(place, "fashion-mnist")):
-            if place and (folder / "train-images-idx3-ubyte.gz").is_file():
-                return _read_idx_folder(folder)
+    for folder in _folders(path, FASHION_MNIST_PLACES, ("fashion-mnist",)):
+        if (folder / "train-images-idx3-ubyte.gz").is_file():
+            return _read_idx_folder(folder)
     raise DataMissing(
-        "Fashion-MNIST is not on this machine. Install Debian's package dataset-fashion-mnist, or "
+        f"Fashion-MNIST is not {_there(path)}. Install Debian's package dataset-fashion-mnist, or "
         "put its four .gz files into a folder and name it with --set data.path=FOLDER or "
         "ANYCOSTFL_DATA. The embedded part needs nothing: --set data.name=embedded"
     )
+
+
+def _folders(path: str, usual: Sequence[str], names: Sequence[str]) -> Iterator[Path]:
+    """Where a dataset may lie: in the folder that was given, and only there, or in a usual place.
+
+    Each of them may hold it below a name of its own.
+    """
+    for place in [path] if path else [os.environ.get("ANYCOSTFL_DATA", ""), *usual]:
+        yield from (Path(place, name) for name in ("", *names) if place)
+
+
+def _there(path: str) -> str:
+    return f"in {path}" if path else "on this machine"
+
+
+def _unreadable(file: Traversable, error: Exception) -> ConfigError:
+    return ConfigError([f"data: {file} cannot be read: {error}"])
 
 
 def _read_idx_folder(folder: Traversable) -> tuple[Part, Part]:
     def read(name: str) -> Images:
         try:
             return read_idx(folder.joinpath(name).read_bytes())
-        except (OSError, EOFError, zlib.error) as error:  # missing, or not whole
-            raise ConfigError([f"data: {folder.joinpath(name)} cannot be read: {error}"]) from error
+        except (OSError, EOFError, zlib.error, ConfigError) as error:  # missing, or not whole
+            raise _unreadable(folder.joinpath(name), error) from error
 
     def part(name: str) -> Part:
         images = read(f"{name}-images-idx3-ubyte.gz")
@@ -174,15 +194,14 @@ def read_idx(data: bytes) -> Images:
 
 
 def _read_cifar10(path: str) -> tuple[Part, Part]:
-    for place in (path, os.environ.get("ANYCOSTFL_DATA", "")):
-        for folder in (Path(place), Path(place, "cifar10"), Path(place, "cifar-10-batches-bin")):
-            if place and list(folder.glob("train-*.parquet")):
-                return _read_parquet(folder, "train"), _read_parquet(folder, "test")
-            if place and (folder / "data_batch_1.bin").is_file():
-                names = [f"data_batch_{i}.bin" for i in range(1, 6)]
-                return _read_batches(folder, names), _read_batches(folder, ["test_batch.bin"])
+    for folder in _folders(path, (), ("cifar10", "cifar-10-batches-bin")):
+        if list(folder.glob("train-*.parquet")):
+            return _read_parquet(folder, "train"), _read_parquet(folder, "test")
+        if (folder / "data_batch_1.bin").is_file():
+            names = [f"data_batch_{i}.bin" for i in range(1, 6)]
+            return _read_batches(folder, names), _read_batches(folder, ["test_batch.bin"])
     raise DataMissing(
-        "CIFAR-10 is not on this machine. Name a folder with the hub's train-*.parquet and "
+        f"CIFAR-10 is not {_there(path)}. Name a folder with the hub's train-*.parquet and "
         "test-*.parquet, or with the original data_batch_*.bin files, by "
         "--set data.path=FOLDER or ANYCOSTFL_DATA"
     )
@@ -190,9 +209,16 @@ def _read_cifar10(path: str) -> tuple[Part, Part]:
 
 def _read_batches(folder: Path, names: list[str]) -> Part:
     """The original binary version: one label byte, then 3 × 32 × 32 bytes, per image."""
-    rows = np.concatenate([np.fromfile(folder / n, np.uint8).reshape(-1, 3073) for n in names])
+    rows = np.concatenate([_read_rows(folder / name) for name in names])
     images = rows[:, 1:].reshape(-1, 3, 32, 32).transpose(0, 2, 3, 1)
     return images, rows[:, 0].astype(np.int64)
+
+
+def _read_rows(file: Path) -> Images:
+    try:
+        return np.fromfile(file, np.uint8).reshape(-1, 3073)
+    except (OSError, ValueError) as error:  # missing, or not whole
+        raise _unreadable(file, error) from error
 
 
 def _read_parquet(folder: Path, split: str) -> Part:
@@ -202,13 +228,18 @@ def _read_parquet(folder: Path, split: str) -> Part:
         from PIL import Image  # noqa: PLC0415 - likewise
     except ImportError as error:
         raise MissingExtra("parquet files need: pip install 'anycostfl[data]'") from error
-    tables = [pq.read_table(file) for file in sorted(folder.glob(f"{split}-*.parquet"))]
     images, labels = [], []
-    for table in tables:
-        column = "img" if "img" in table.column_names else "image"
-        files = (io.BytesIO(cell["bytes"]) for cell in table.column(column).to_pylist())
-        images += [np.asarray(Image.open(file).convert("RGB")) for file in files]
-        labels += table.column("label").to_pylist()
+    for file in sorted(folder.glob(f"{split}-*.parquet")):
+        try:
+            table = pq.read_table(file)
+            column = "img" if "img" in table.column_names else "image"
+            cells = (io.BytesIO(cell["bytes"]) for cell in table.column(column).to_pylist())
+            images += [np.asarray(Image.open(cell).convert("RGB")) for cell in cells]
+            labels += table.column("label").to_pylist()
+        except (OSError, ValueError, KeyError, TypeError) as error:  # ArrowInvalid is a ValueError
+            raise _unreadable(file, error) from error
+    if not images:
+        raise ConfigError([f"data: {folder} has no {split}-*.parquet with images"])
     return np.stack(images), np.array(labels, np.int64)
 
 
@@ -226,25 +257,36 @@ def _read_npz(path: Path, *, tests: bool = True) -> tuple[Part, Part]:
     wanted = names if tests else names[:2]
     if missing := [name for name in wanted if name not in found]:
         raise ConfigError([f"{name}: missing" for name in missing], str(path))
-    problems, parts = [], []
-    for images, labels in zip(wanted[::2], wanted[1::2], strict=True):
-        x, y = found[images], found[labels]
-        if x.ndim not in (3, 4):
-            allowed = "(sample, height, width[, colour])"
-            problems.append(f"{images}: given shape {x.shape}, allowed {allowed}")
-        if not len(x) or y.shape != (len(x),):
-            allowed = "one label for each image"
-            problems.append(
-                f"{labels}: given {len(x)} images but {y.size} labels, allowed {allowed}"
-            )
-        if y.size and (y.dtype.kind not in "iu" or y.min() < 0):
-            allowed = "whole numbers from 0 on"
-            problems.append(f"{labels}: given {y.dtype} from {y.min()} on, allowed {allowed}")
-        parts.append((x, y.astype(np.int64)))
+    pairs = list(zip(wanted[::2], wanted[1::2], strict=True))
+    problems = [text for pair in pairs for text in _array_problems(found, *pair)]
+    shapes = {name: found[name].shape[1:] for name in wanted[::2]}
+    if not problems and len(set(shapes.values())) > 1:
+        given = " and ".join(f"{name} of {shape}" for name, shape in shapes.items())
+        problems.append(f"images: given {given}, allowed one size for all")
     if problems:
         raise ConfigError(problems, str(path))
-    train = parts[0]
-    return train, parts[1] if tests else (train[0][:0], train[1][:0])
+    train, *test = [(found[x], found[y].astype(np.int64)) for x, y in pairs]
+    return train, test[0] if tests else (train[0][:0], train[1][:0])
+
+
+def _array_problems(arrays: Mapping[str, npt.NDArray[Any]], x: str, y: str) -> Iterator[str]:
+    """What is wrong with some images and their labels."""
+    images, labels = arrays[x], arrays[y]
+    if images.ndim not in (3, 4):
+        allowed = "(sample, height, width[, colour])"
+        yield f"{x}: given shape {images.shape}, allowed {allowed}"
+    if images.dtype.kind not in "iufb":
+        yield f"{x}: given {images.dtype}, allowed real numbers"
+    elif images.dtype.kind == "f" and not np.abs(images).max(initial=0.0) < LARGEST:
+        yield f"{x}: given a number that is not finite, or beyond {LARGEST:g}"
+    count = len(images) if images.ndim else 0
+    if not count or labels.shape != (count,):
+        given = f"{count} images but labels of shape {labels.shape}"
+        yield f"{y}: given {given}, allowed one label for each image, at least one"
+    if labels.dtype.kind not in "iu":
+        yield f"{y}: given {labels.dtype}, allowed whole numbers from 0 on"
+    elif labels.size and labels.min() < 0:
+        yield f"{y}: given {labels.min()}, allowed whole numbers from 0 on"
 
 
 READERS: dict[str, Callable[[str], tuple[Part, Part]]] = {

@@ -34,6 +34,7 @@ Deviations: Lemma 3 (both budgets always spent) holds only while no cap binds; s
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, fields
 
 import numpy as np
@@ -42,7 +43,7 @@ import numpy.typing as npt
 from anycostfl import cost
 from anycostfl.checks import FloatArray
 from anycostfl.errors import InfeasibleBudget
-from anycostfl.theory import MEASURED, quality
+from anycostfl.theory import MEASURED, learning_gain, quality
 from anycostfl.types import Binds, Devices, Limits, Reason, Strategies, Workload
 
 BLOCK = 8192  # devices solved together, so that every array stays in the processor's cache
@@ -50,6 +51,7 @@ NEWTON_STEPS = 6  # from at most 1.46 times the root, quadratic convergence need
 TOUCHES = 1e-9  # relative distance at which a constraint counts as binding
 ROUNDING = 1e-12  # relative; a budget equal to the least affordable one is affordable
 GOLDEN = (5**0.5 - 1) / 2
+UNCAPPED = Limits(alpha_min=1e-9, beta_max=1.0)
 GOLDEN_STEPS = 50  # of the interval 4e-11 is left, and a peak is flat: the gain is exact
 
 
@@ -99,11 +101,21 @@ def require_feasible(strategies: Strategies, devices: Devices) -> None:
 
 
 def needed_budgets(strategies: Strategies, devices: Devices, i: int) -> str:
-    """In words: the least latency for a device with its energy budget, or the other way round."""
+    """In words: the least latency for a device with its energy budget, or the other way round.
+
+    Numbers are rounded up, so that what they say does suffice.
+    """
     joules = max(float(devices.energy_j[i]), float(strategies.energy_floor_j[i]))
     seconds = max(float(devices.latency_s[i]), float(strategies.latency_floor_s[i]))
-    slower = f"{strategies.least_latency_s[i]:.4g} s with {joules:.4g} J"
-    return f"{slower}, or {seconds:.4g} s with {strategies.least_energy_j[i]:.4g} J"
+    slower = f"{_up(strategies.least_latency_s[i])} s with {_up(joules)} J"
+    return f"{slower}, or {_up(seconds)} s with {_up(strategies.least_energy_j[i])} J"
+
+
+def _up(value: float) -> str:
+    """Four digits, never less than the value."""
+    digit = 10.0 ** (math.floor(math.log10(value)) - 3) if value > 0 else 1.0
+    shown = f"{value:.4g}"
+    return shown if float(shown) >= value else f"{value + digit:.4g}"
 
 
 def fixed_strategies(
@@ -119,7 +131,8 @@ def fixed_strategies(
 
     For methods that know no budgets: nobody sits out, energy is what it costs, and a device too
     slow for the latency budget (or whose upload alone breaks it) is late. The limits say which
-    codec the upload is worth something with, and what α and β are close to.
+    codec the upload is worth something with, and what α and β are close to; without them there are
+    no caps.
     """
     cycles = cost.sub_model_cycles(devices, workload, alpha)
     upload = cost.upload_time_s(alpha, beta, workload.size_bits, devices.rate_bps)
@@ -130,7 +143,7 @@ def fixed_strategies(
     return _describe(
         devices,
         workload,
-        limits or Limits(),
+        limits or UNCAPPED,
         (alpha, beta, frequency),
         shown=everyone,
         feasible=everyone,
@@ -302,7 +315,8 @@ def _search_alpha(
 
     def gain(alpha: FloatArray) -> FloatArray:
         beta = _longest_upload(p, p.cycles * (alpha + p.overhead))[0] / (alpha * p.upload)
-        value = (alpha * alpha) ** 2 * quality(limits.codec, np.clip(beta, 0.0, limits.beta_max))
+        worth = quality(limits.codec, np.clip(beta, 0.0, limits.beta_max))
+        value = learning_gain(alpha, worth)
         # Past the last affordable α the value falls on, so that the peak stays the only one.
         return np.where(beta >= limits.beta_min * (1.0 - ROUNDING), value, -alpha)
 
@@ -377,14 +391,15 @@ def _describe(
     """What the chosen (α, β, f) cost and gain, and what binds; zeros where not shown."""
     alpha, beta, frequency = (np.where(shown, part, 0.0) for part in chosen)
     safe = np.where(shown, frequency, devices.frequency_max_hz)
-    latency, energy = cost.round_cost(devices, workload, alpha, beta, safe)
+    spent = cost.round_cost(devices, workload, alpha, beta, safe)
+    latency, energy = (np.where(shown, part, 0.0) for part in spent)
     worth = quality(limits.codec, beta)
     return Strategies(
         alpha=alpha,
         beta=beta,
         frequency_hz=frequency,
         quality=worth,
-        gain=(alpha * alpha) ** 2 * worth,
+        gain=learning_gain(alpha, worth),
         latency_s=latency,
         energy_j=energy,
         latency_slack_s=np.where(shown, devices.latency_s - latency, 0.0),

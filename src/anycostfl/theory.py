@@ -112,9 +112,10 @@ def quality(codec: str, beta: npt.ArrayLike) -> FloatArray:
     return np.asarray(beta, np.float64)
 
 
-def learning_gain(alpha: npt.ArrayLike, beta: npt.ArrayLike) -> FloatArray:
-    """The gain α⁴β, the share of effective information an update carries."""
-    gain: FloatArray = np.asarray(alpha, np.float64) ** 4 * np.asarray(beta, np.float64)
+def learning_gain(alpha: npt.ArrayLike, worth: npt.ArrayLike) -> FloatArray:
+    """The gain α⁴β, or α⁴·q(β): the share of effective information an update carries."""
+    square = np.asarray(alpha, np.float64) ** 2
+    gain: FloatArray = square * square * np.asarray(worth, np.float64)
     return gain
 
 

@@ -24,6 +24,7 @@ from anycostfl.checks import (
     PositiveArray,
     check_fields,
 )
+from anycostfl.errors import ConfigError
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,7 +126,11 @@ def make_devices(**quantities: npt.ArrayLike) -> Devices:
     """Devices from numbers and arrays, every one repeated to the common length; no overhead."""
     given = {"overhead": 0.0, **quantities}
     columns = {name: np.asarray(value, np.float64) for name, value in given.items()}
-    shape = np.broadcast_shapes((1,), *(column.shape for column in columns.values()))
+    several = {name: c.shape for name, c in columns.items() if c.shape not in ((), (1,))}
+    shape, *others = {*several.values()} or {(1,)}
+    if others or len(shape) > 1:
+        words = ", ".join(f"{name} {shape}" for name, shape in several.items())
+        raise ConfigError([f"given shapes {words}; allowed one length for all"], "devices")
     return Devices(**{name: np.broadcast_to(column, shape) for name, column in columns.items()})
 
 
@@ -380,8 +385,3 @@ class RoundRecord:
     def wire_bytes(self) -> int:
         """All messages, both ways."""
         return sum(d.wire_bytes_up + d.wire_bytes_down for d in self.devices)
-
-    @property
-    def gain(self) -> float:
-        """The global learning gain g_t: the mean over the cohort (Definition 3)."""
-        return sum(d.gain for d in self.devices) / max(len(self.devices), 1)

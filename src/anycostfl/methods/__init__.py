@@ -57,6 +57,7 @@ class Method:
     codec, feedback, momentum: what updates are coded with, if the method has no coding of its own,
         whether error feedback is part of it, and the server's momentum; the configuration may ask
         otherwise.
+    takes_rate: whether αβ can be given it by `[rates]`; not where its plan decides.
     """
 
     summary: str
@@ -69,6 +70,7 @@ class Method:
     codec: str = "kernel"
     feedback: bool = False
     momentum: float = 0.0
+    takes_rate: bool = True
     prepare: Callable[[nn.Module, nn.Module], None] = field(default=lambda _module, _whole: None)
 
 
@@ -94,6 +96,8 @@ def load(name: str) -> Method:
         raise unknown("method", name, names())
     module = _module(base)
     known: Mapping[str, Method] = {"": module.METHOD, **getattr(module, "VARIANTS", {})}
+    if not all(isinstance(method, Method) for method in known.values()):
+        raise UnknownName(f"{module.__file__}: METHOD and VARIANTS have to be of type Method")
     if variant not in known:
         there = ", ".join(variants(base)) or "none"
         raise UnknownName(f"no variant {name!r}; of {base} there are {there}")

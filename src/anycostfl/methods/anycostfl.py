@@ -43,6 +43,7 @@ METHOD = Method(
     decode=decode,
     weigh=weigh,
     sorts_channels=True,
+    takes_rate=False,
 )
 
 

@@ -19,9 +19,8 @@ THIN = 1 / 400  # the largest β, where the limits allow so little
 
 def plan(devices: Devices, workload: Workload, limits: Limits) -> Strategies:
     """AnycostFL's plan with thin uploads, and the gain of the codec."""
-    most = min(limits.beta_max, THIN)
-    thin = replace(limits, beta_max=most, beta_min=min(limits.beta_min, most))
-    return plan_strategies(devices, workload, thin)
+    most = max(min(limits.beta_max, THIN), limits.beta_min)
+    return plan_strategies(devices, workload, replace(limits, beta_max=most))
 
 
 METHOD = replace(

@@ -29,4 +29,5 @@ METHOD = Method(
     weigh=weigh_by_samples,
     sorts_channels=False,
     by_samples=True,
+    takes_rate=False,
 )

@@ -39,7 +39,9 @@ def plan(devices: Devices, workload: Workload, limits: Limits) -> Strategies:
     alpha = np.clip(widest - devices.overhead, limits.alpha_min, 1.0)
     beta = np.minimum(1.0, rate / alpha.mean()) * np.ones(len(devices))
     frequency = cost.sub_model_cycles(devices, workload, alpha) / left
-    return fixed_strategies(devices, workload, alpha=alpha, beta=beta, frequency_hz=frequency)
+    return fixed_strategies(
+        devices, workload, alpha=alpha, beta=beta, frequency_hz=frequency, limits=limits
+    )
 
 
 def prepare(module: nn.Module, whole: nn.Module) -> None:

@@ -151,6 +151,8 @@ def _clock(config: Config, root: Path) -> Clock:
 def measure_energy(config: Config, net: ElasticModel, threads: int, found: Found) -> Energy:
     """Watts that training the full model adds to an idle machine, with the meter that was found."""
     meter, remarks = found
+    if config.training.device == "cuda" and (meter is None or meter.name.startswith("RAPL")):
+        meter, remarks = None, (*remarks, "the GPU has no meter, and its watts are not in this")
     estimate = estimate_power(platform.machine(), threads)
     if meter is None:
         return Energy(estimate, "", remarks)

@@ -50,7 +50,7 @@ def measure_rate(host: str, port: int, *, least_s: float = 0.5) -> Rate:
             count = CHUNK
             while True:
                 seconds = _send(server, count)
-                if seconds >= least_s or count >= LARGEST_BYTES:
+                if seconds - round_trip >= least_s or count >= LARGEST_BYTES:
                     break
                 count *= 2
     except OSError as error:
