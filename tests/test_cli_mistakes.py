@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -12,7 +13,8 @@ import pytest
 import torch
 
 import anycostfl
-from command_line import Call, sets
+from anycostfl.config import load_preset, to_toml
+from command_line import PROGRAM, Call, sets
 from small_runs import small_overrides
 
 
@@ -42,15 +44,61 @@ from small_runs import small_overrides
         (["inspect", "--model", "cnn", "--alpha", "1.5"], "at most 1"),
         (["inspect", "--model", "no.such:thing"], "cannot load"),
         (["inspect", "--model", "cnn", "--rule", "cubic"], "sqrt, fast"),
+        (["inspect", "--model", "torch.nn:Flatten", "--input", "3,-1"], "is not a shape"),
+        (["plan", "--device", "jetson-nano", "--seed", "4"], "--seed only for a cohort"),
+        (["sweep", "ablation", "demo", "--methods", "stc"], "--methods: only for compute"),
+        (["sweep", "widths", "demo", "--values", "1"], "--values: only for compute, radio"),
+        (["sweep", "attacks", "demo", "--rates", "0.1"], "--rates: only for ablation"),
+        (["compare", "demo", "--out", "raises.py"], "cannot write to raises.py"),
+        (["compare", "demo", "--out", "raises.py/x", "--background"], "Choose another --out"),
+        (["compare", "demo", "--show", "--out", "latin1"], "holds no run of this"),
+        (["run", "demo", "--out", "raises.py"], "Choose another --out"),
+        (["report", "journal"], "cannot read journal/rounds.jsonl"),
+        (["join", "localhost", "--device", "0", "--insecure"], "SERVER: given 'localhost'"),
+        (["join", "localhost:1", "--device", "-1", "--insecure"], "--device"),
     ],
 )
 def test_one_message_and_code_two(call: Call, words: list[str], told: str) -> None:
     Path("raises.py").write_text("def make():\n    raise KeyError('weights')\n")
     Path("latin1").mkdir()
     Path("latin1/config.toml").write_bytes("summary = 'grün'".encode("latin-1"))
+    Path("journal/rounds.jsonl").mkdir(parents=True)
+    Path("journal/config.toml").write_text(to_toml(load_preset("demo")))
     code, _, message = call(*words)
     assert told in message
     assert code == 2
+
+
+def test_a_mistake_of_serve_leaves_no_folder_behind(call: Call) -> None:
+    words = ["serve", "demo", "--insecure", "--port", "19443", "--out", "x"]
+    code, _, message = call(*words, "--deadline-s", "-1")
+    assert (code, Path("x").exists()) == (2, False)
+    assert "--deadline-s: given -1, allowed above 0" in message
+
+
+def test_nothing_but_a_file_is_replaced(call: Call, tmp_path: Path) -> None:
+    call("run", *sets(tmp_path, "run.rounds=1"), "--out", "run")
+    os.mkfifo("pipe")
+    for words in (["report", "run"], ["export", "run", "--format", "elastic"]):
+        code, _, message = call(*words, "--out", "pipe")
+        assert (code, Path("pipe").is_fifo()) == (2, True)
+        assert "is not a file" in message
+
+
+def test_any_path_is_shown_as_it_is(call: Call, tmp_path: Path) -> None:
+    folder = "ünï [x] [/y] :smile: " + 30 * "long"
+    code, told, _ = call("run", *sets(tmp_path, "run.rounds=1"), "--out", folder)
+    assert code == 0
+    assert f"open {folder}/report.html" in told.replace("\n", "¶")  # and in one line
+
+
+def test_a_full_disk_behind_stdout_is_one_message() -> None:
+    with open("/dev/full", "w") as full:
+        done = subprocess.run(
+            [PROGRAM, "plan", "--json"], stdout=full, stderr=subprocess.PIPE, text=True, check=False
+        )
+    assert (done.returncode, done.stderr.count("\n")) == (2, 1), done.stderr
+    assert "No space left" in done.stderr
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")

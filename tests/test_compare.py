@@ -273,8 +273,10 @@ def test_compare_from_the_command_line(tmp_path: Path) -> None:
     assert (folder / "tuned.png").stat().st_size > 10_000
     assert len(list(folder.glob("*-seed0"))) >= 4
     words[words.index("anycostfl,stc")] = "stc"  # the table keeps what is there already
+    (folder / "tuned.md").unlink()
     result = CliRunner().invoke(build_app(), [*words, "--show"])
     assert json.loads(result.stdout)["rows"] == rows
+    assert not (folder / "tuned.md").exists()  # showing writes nothing
     for bad, message in ((["--methods", "sct"], "stc"), (["--rates", "x"], "numbers")):
         result = CliRunner().invoke(build_app(), ["compare", "demo", *bad])
         assert message in str(result.exception)

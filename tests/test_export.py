@@ -385,6 +385,10 @@ def test_runs_that_cannot_be_exported(cnn_run: Path, tmp_path: Path) -> None:
         open_trained(tmp_path)
     run = Path(shutil.copytree(cnn_run, tmp_path / "run"))
     for checkpoint in run.glob("checkpoint-*"):
+        checkpoint.write_bytes(b"cut")
+    with pytest.raises(StorageError, match=r"no checkpoint to export; checkpoint-\d+.* is damaged"):
+        open_trained(run)
+    for checkpoint in run.glob("checkpoint-*"):
         checkpoint.unlink()
     with pytest.raises(StorageError, match=r"no checkpoint to export.*--resume"):
         open_trained(run)

@@ -162,17 +162,14 @@ class Config:
     def limits_of(self, method: str) -> Limits:
         """The limits for a method: its rate, if the preset gives it one, and the codec.
 
-        No upload is planned that has no room for the frame of a payload.
+        No upload is planned that has no room for the frame of a payload, if β^max has.
         """
         caps = self.limits
         frame = 8 * (OVERHEAD + 1) / (caps.alpha_min * self.workload.size_bits)
-        if frame > caps.beta_max:
-            given = f"given {caps.beta_max:g}, allowed at least {frame:.3g}"
-            raise ConfigError([f"limits.beta_max: {given}, what the frame of a payload takes"])
         caps = replace(
             caps,
             rate=self.rates.get(method, caps.rate),
-            beta_min=max(caps.beta_min, frame),
+            beta_min=min(max(caps.beta_min, frame), caps.beta_max),
         )
         return Limits(**asdict(caps), codec=self.compression.codec or methods.load(method).codec)
 

@@ -319,7 +319,7 @@ def split_dirichlet(
     kinds = np.asarray(labels)
     _check_enough(len(kinds), devices)
     least = min(LEAST_SAMPLES, len(kinds) // (10 * devices) + 1)
-    for _ in range(1000):
+    for _ in range(100):  # one or two will do, unless none will
         parts: list[list[npt.NDArray[np.int64]]] = [[] for _ in range(devices)]
         for kind in np.unique(kinds):
             members = random.permutation(np.flatnonzero(kinds == kind))

@@ -33,7 +33,7 @@ from anycostfl.config import Config, parse_config
 from anycostfl.coupling import tensors_of
 from anycostfl.elastic_file import METADATA, save_elastic, save_tensors
 from anycostfl.errors import AlphaError, AnycostError, ConfigError, InfeasibleBudget, MissingExtra
-from anycostfl.records import SavedRun, StorageError, read_run, write_whole
+from anycostfl.records import SavedRun, StorageError, read_run, refuse_special, write_whole
 from anycostfl.shrink import ElasticModel, SubModel, calibration_batches, recalibrate
 from anycostfl.train import count_correct
 
@@ -69,8 +69,10 @@ def open_trained(folder: Path) -> Trained:
     """The newest whole checkpoint of a run directory, important channels first."""
     saved = read_run(folder)
     if saved.checkpoint is None:
+        why = "".join(f"; {remark}" for remark in saved.remarks)
         raise StorageError(
-            f"{folder} has no checkpoint to export; train on with: anycostfl run --resume {folder}"
+            f"{folder} has no checkpoint to export{why}; train on with: "
+            f"anycostfl run --resume {folder}"
         )
     config = parse_config(saved.config, str(folder))
     spec = models.load(config.model.name)
@@ -264,6 +266,7 @@ def write(trained: Trained, sub: SubModel, path: Path, format_name: str) -> floa
 def _folder_of(path: Path) -> Iterator[str]:
     """A folder beside a file, for the time until the file is whole."""
     try:
+        refuse_special(path)
         path.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(prefix=".export-", dir=path.parent) as folder:
             yield folder

@@ -117,7 +117,7 @@ class RunWriter:
             raise StorageError(
                 f"{folder} holds a run already; choose another --out, or --resume {folder}"
             )
-        with _said(folder):
+        with writing_to(folder, "Choose another --out"):
             folder.mkdir(parents=True, exist_ok=True)
             write_whole(
                 folder / ENVIRONMENT, json.dumps(environment(files or {}), indent=2).encode()
@@ -129,7 +129,7 @@ class RunWriter:
 
     def reconfigure(self, config: str) -> None:
         """Replace the configuration: the same run, to go on for longer."""
-        with _said(self.folder):
+        with writing_to(self.folder):
             write_whole(self.folder / CONFIG, config.encode())
 
     def append(self, record: RoundRecord) -> None:
@@ -137,7 +137,7 @@ class RunWriter:
         now = time.monotonic()
         timing = {"round": record.round, "seconds": round(now - self._last, 4)}
         self._last = now
-        with _said(self.folder):
+        with writing_to(self.folder):
             line = json.dumps(dataclasses.asdict(record))
             _append(self.folder / JOURNAL, line)
             _append(self.folder / COPY, line)
@@ -152,7 +152,7 @@ class RunWriter:
         tensors = {f"{kind}/{n}": t for kind, state in kinds.items() for n, t in state.items()}
         path = self.folder / f"checkpoint-{rounds}.safetensors"
         part = path.with_suffix(".part")
-        with _said(self.folder, "the last checkpoint is intact"):
+        with writing_to(self.folder, intact="the last checkpoint is intact"):
             _sync(self.folder / JOURNAL)
             try:
                 copies = _unshared(tensors)
@@ -174,7 +174,7 @@ def only_one(folder: Path) -> Iterator[None]:
 
     Whoever is on the way out gets a moment to leave.
     """
-    with _said(folder):
+    with writing_to(folder):
         lock = (folder / LOCK).open("a+")
     with lock:
         until = time.monotonic() + LEAVING_S
@@ -184,7 +184,7 @@ def only_one(folder: Path) -> Iterator[None]:
                 who = lock.read() or "?"
                 raise InUse(f"process {who} is working on {folder}; wait for it or stop it")
             time.sleep(0.1)
-        with _said(folder):
+        with writing_to(folder):
             lock.truncate(0)
             lock.write(str(os.getpid()))
             lock.flush()
@@ -220,7 +220,7 @@ def open_run(
         rounds = saved.checkpoint.rounds if saved.checkpoint else 0
         kept = saved.records[:rounds]
         lines = "".join(json.dumps(dataclasses.asdict(record)) + "\n" for record in kept)
-        with _said(folder):
+        with writing_to(folder):
             if len(_lines(folder / JOURNAL, whole=True)) > len(saved.records):
                 shutil.copyfile(folder / JOURNAL, folder / f"{JOURNAL}.damaged")
             write_whole(folder / COPY, lines.encode())
@@ -279,7 +279,10 @@ def read_journal(
 
 def _lines(path: Path, *, whole: bool) -> list[bytes]:
     """The lines of a file; without the last if it must be whole and has no end."""
-    content = path.read_bytes() if path.exists() else b""
+    try:
+        content = path.read_bytes() if path.exists() else b""
+    except OSError as error:
+        raise StorageError(f"cannot read {path}: {error}") from error
     return (content[: content.rfind(b"\n") + 1] if whole else content).splitlines()
 
 
@@ -436,6 +439,7 @@ def _append(path: Path, line: str) -> None:
 
 def write_whole(path: Path, content: bytes) -> None:
     """Write a file beside its place, then move it there: it is there whole or not at all."""
+    refuse_special(path)
     part = path.with_name(path.name + ".part")
     part.unlink(missing_ok=True)
     try:
@@ -447,6 +451,12 @@ def write_whole(path: Path, content: bytes) -> None:
         part.unlink(missing_ok=True)
 
 
+def refuse_special(path: Path) -> None:
+    """Nothing but a file may be replaced by one: no folder, and no device such as /dev/null."""
+    if path.exists() and not path.is_file():
+        raise StorageError(f"{path} is there and is not a file; choose another name")
+
+
 def _sync(path: Path) -> None:
     descriptor = os.open(path, os.O_RDONLY)
     try:
@@ -456,7 +466,9 @@ def _sync(path: Path) -> None:
 
 
 @contextmanager
-def _said(folder: Path, intact: str = "") -> Iterator[None]:
+def writing_to(
+    folder: Path, then: str = "Free some space, then go on with --resume", *, intact: str = ""
+) -> Iterator[None]:
     """Turn a failing disk into one clear message."""
     try:
         yield
@@ -464,10 +476,7 @@ def _said(folder: Path, intact: str = "") -> Iterator[None]:
         raise
     except OSError as error:
         also = f"; {intact}" if intact else ""
-        raise StorageError(
-            f"cannot write to {folder}: {error}{also}. Free some space or choose another --out, "
-            "then go on with --resume"
-        ) from error
+        raise StorageError(f"cannot write to {folder}: {error}{also}. {then}") from error
 
 
 def totals(records: Sequence[RoundRecord]) -> dict[str, float]:

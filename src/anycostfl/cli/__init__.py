@@ -7,6 +7,7 @@ A file `cli/NAME.py` with a function `NAME` is the command `anycostfl NAME`. Exi
 from __future__ import annotations
 
 import importlib
+import os
 import pkgutil
 import signal
 import sys
@@ -15,7 +16,7 @@ from typing import Annotated
 import typer
 
 from anycostfl import __version__
-from anycostfl.cli._console import fail, out
+from anycostfl.cli._console import fail, say
 from anycostfl.errors import AnycostError
 
 
@@ -39,7 +40,7 @@ def build_app() -> typer.Typer:
 
 def _show_version(asked: bool) -> None:
     if asked:
-        out.print(__version__)
+        say(__version__)
         raise typer.Exit
 
 
@@ -58,6 +59,12 @@ def main() -> None:
     try:
         build_app()()
     except AnycostError as error:
+        fail(error)
+        sys.exit(2)
+    except OSError as error:
+        if error.filename is not None:
+            raise  # a file of ours: each has its own message, or should have
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # where no more can go
         fail(error)
         sys.exit(2)
     except KeyboardInterrupt:

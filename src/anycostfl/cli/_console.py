@@ -1,4 +1,7 @@
-"""What commands print through: rich tables for people, one JSON document for machines."""
+"""What commands print through: rich tables for people, one JSON document for machines.
+
+Nothing that is printed is read as markup: paths and names may hold any character.
+"""
 
 from __future__ import annotations
 
@@ -6,16 +9,27 @@ import json
 from collections.abc import Mapping, Sequence
 
 from rich.console import Console, JustifyMethod
-from rich.markup import escape
 from rich.table import Table
+from rich.text import Text
 
-out = Console(highlight=False)
-err = Console(stderr=True, highlight=False)
+out = Console(highlight=False, markup=False, emoji=False)
+err = Console(stderr=True, highlight=False, markup=False, emoji=False)
+
+
+def say(text: str) -> None:
+    """Print a line on stdout; it is never broken, so that commands and paths can be copied."""
+    out.print(text, soft_wrap=True)
 
 
 def fail(error: Exception) -> None:
     """Show an error as one message on stderr."""
-    err.print(f"[bold red]error:[/] {escape(str(error))}")
+    err.print(Text.assemble(("error:", "bold red"), f" {error}"), soft_wrap=True)
+
+
+def note(*remarks: str) -> None:
+    """Say what is worth knowing but stops nothing, on stderr."""
+    for remark in remarks:
+        err.print(Text.assemble(("note:", "yellow"), f" {remark}"), soft_wrap=True)
 
 
 def emit_json(document: Mapping[str, object]) -> None:
@@ -30,11 +44,5 @@ def table(title: str, columns: Sequence[str], rows: Sequence[Sequence[object]]) 
         side: JustifyMethod = "right" if column.startswith(">") else "left"
         view.add_column(column.removeprefix(">"), justify=side, overflow="fold")
     for row in rows:
-        view.add_row(*(escape(str(cell)) for cell in row))
+        view.add_row(*map(str, row))
     return view
-
-
-def note(*remarks: str) -> None:
-    """Say what is worth knowing but stops nothing, on stderr."""
-    for remark in remarks:
-        err.print(f"[yellow]note:[/] {escape(remark)}")

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
-from anycostfl.cli._console import emit_json, note, out, table
+from anycostfl.cli._console import emit_json, note, out, say, table
 from anycostfl.config import Config
 from anycostfl.errors import ConfigError, MissingExtra
 from anycostfl.records import PAGE, totals
@@ -71,7 +71,7 @@ def _progress(config: Config, first: int, *, quiet: bool) -> Iterator[Show]:
         yield lambda _done, _seconds: None
         return
     if not out.is_terminal:
-        yield lambda done, seconds: out.print(_line(done, seconds), soft_wrap=True)
+        yield lambda done, seconds: say(_line(done, seconds))
         return
     columns = (
         TextColumn("round {task.completed:.0f}/{task.total:.0f}"),
@@ -112,7 +112,7 @@ def conclude(
         return
     rows = [(key.replace("_", " "), shown(value)) for key, value in summary.items()]
     out.print(table(f"{config.summary or folder.name}: {len(records)} rounds", ("", ">"), rows))
-    out.print(f"Everything is in {folder}; to look at it, open {folder / PAGE}")
+    say(f"Everything is in {folder}; to look at it, open {folder / PAGE}")
 
 
 def nothing_learnt(records: Sequence[RoundRecord]) -> str:

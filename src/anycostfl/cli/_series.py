@@ -11,15 +11,16 @@ from typing import Annotated
 
 import typer
 
-from anycostfl.cli._console import err, out, table
+from anycostfl.cli._console import err, out, say, table
 from anycostfl.compare import CannotCompare, Case, Records, Series
 from anycostfl.config import Config, load_preset
 from anycostfl.errors import ConfigError
 from anycostfl.experiment import settle
-from anycostfl.records import only_one
+from anycostfl.records import only_one, writing_to
 from anycostfl.workers import count_workers
 
 EVERY = 10  # rounds between two lines of progress
+OTHERWISE, AGAIN = "Choose another --out", "The same command tries again"
 
 Preset = Annotated[str, typer.Argument(help="A preset, or a .toml file")]
 Target = Annotated[float | None, typer.Option(help="Accuracy to reach, else as the preset says")]
@@ -83,7 +84,7 @@ def progress(*, quiet: bool) -> Callable[[Case, Records], None]:
             return
         seen = [r.accuracy for r in records if r.accuracy is not None]
         shown = f"{100 * seen[-1]:5.2f} %" if seen else "  –  "
-        out.print(f"{case.name:34} round {len(records):4d}  accuracy {shown}", soft_wrap=True)
+        say(f"{case.name:34} round {len(records):4d}  accuracy {shown}")
 
     return watch
 
@@ -95,7 +96,8 @@ def working_on(series: Series) -> Iterator[None]:
     if not series.play and not folder.is_dir():
         raise CannotCompare(f"there are no runs in {folder} yet; without --show they are played")
     try:
-        folder.mkdir(parents=True, exist_ok=True)
+        with writing_to(folder, OTHERWISE):
+            folder.mkdir(parents=True, exist_ok=True)
         with only_one(folder) if series.play else nullcontext():
             yield
     except KeyboardInterrupt:
@@ -105,9 +107,11 @@ def working_on(series: Series) -> Iterator[None]:
 
 def go_on_alone(folder: Path) -> None:
     """Start the same command without --background, detached, its words in a file."""
-    folder.mkdir(parents=True, exist_ok=True)
+    with writing_to(folder, OTHERWISE):
+        folder.mkdir(parents=True, exist_ok=True)
+        log = (folder / "log.txt").open("a")
     again = [word for word in sys.argv[1:] if word != "--background"]
-    with (folder / "log.txt").open("a") as log:
+    with log:
         process = subprocess.Popen(  # noqa: S603 - this very program
             [sys.executable, "-m", "anycostfl", *again],
             stdout=log,

@@ -11,8 +11,9 @@ from typing import Annotated
 import typer
 
 from anycostfl import methods
-from anycostfl.cli._console import emit_json, out
+from anycostfl.cli._console import emit_json, say
 from anycostfl.cli._series import (
+    AGAIN,
     Background,
     Json,
     OnlyShow,
@@ -33,6 +34,7 @@ from anycostfl.cli._series import (
 )
 from anycostfl.compare import (
     HEADER,
+    CannotCompare,
     Enough,
     Records,
     Row,
@@ -48,6 +50,7 @@ from anycostfl.compare import (
 )
 from anycostfl.config import Config, load_preset, preset_names
 from anycostfl.errors import AnycostError, ConfigError, MissingExtra
+from anycostfl.records import write_whole, writing_to
 from anycostfl.report import draw_curves
 
 
@@ -98,15 +101,18 @@ def compare(
     runs = {method: found[method] for method in dict.fromkeys(order)}
     rows = [make_row(method, of_method, goal) for method, of_method in runs.items()]
     cells = as_cells(rows, _papers(preset, goal))
+    if not rows:
+        raise CannotCompare(f"{folder} holds no run of this; without --show they are played")
     stem = folder / ("tuned" if len(series.rates) > 1 else "results")
-    _write(stem, rows, runs, cells)
+    if series.play:
+        _write(stem, rows, runs, cells)
     if json:
         emit_json({"folder": str(folder), "target": goal, "rows": [asdict(row) for row in rows]})
         return
     show(f"{config.summary or name}: cost to {100 * goal:g} %", HEADER, cells)
-    out.print(
-        f"Everything is in {folder}: {stem.name}.md, .csv, .curves.csv and .png, a folder a run"
-    )
+    if series.play:
+        files = f"{stem.name}.md, .csv, .curves.csv and .png"
+        say(f"Everything is in {folder}: {files}, a folder a run")
 
 
 def _write(
@@ -116,13 +122,13 @@ def _write(
     cells: Sequence[Sequence[str]],
 ) -> None:
     """The table, its figures unrounded, the curves and their picture."""
-    stem.with_suffix(".md").write_text(to_markdown(HEADER, cells))
-    stem.with_suffix(".csv").write_text(to_csv(rows))
-    stem.with_suffix(".curves.csv").write_text(to_curves(runs))
-    with suppress(MissingExtra):
-        draw_curves(
-            {method: list(of[0][1]) for method, of in runs.items()}, stem.with_suffix(".png")
-        )
+    first = {method: list(of[0][1]) for method, of in runs.items()}
+    with writing_to(stem.parent, AGAIN):
+        write_whole(stem.with_suffix(".md"), to_markdown(HEADER, cells).encode())
+        write_whole(stem.with_suffix(".csv"), to_csv(rows).encode())
+        write_whole(stem.with_suffix(".curves.csv"), to_curves(runs).encode())
+        with suppress(MissingExtra):
+            draw_curves(first, stem.with_suffix(".png"))
 
 
 def _papers(preset: str, goal: float) -> str:

@@ -8,7 +8,7 @@ from typing import Annotated
 import numpy as np
 import typer
 
-from anycostfl.cli._console import emit_json, out, table
+from anycostfl.cli._console import emit_json, out, say, table
 from anycostfl.config import load_preset
 from anycostfl.experiment import load_data
 from anycostfl.report import draw_partition
@@ -44,4 +44,4 @@ def data(
     if plot:
         draw_partition(counts, plot)
         if not json:
-            out.print(f"Drawn to {plot}")
+            say(f"Drawn to {plot}")

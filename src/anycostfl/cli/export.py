@@ -10,7 +10,7 @@ from typing import Annotated
 import typer
 
 from anycostfl import export as exporting
-from anycostfl.cli._console import emit_json, err, note, out, table
+from anycostfl.cli._console import emit_json, err, note, out, say, table
 from anycostfl.errors import ConfigError
 from anycostfl.export import FORMATS, TABLE_ALPHAS, Trained, Width
 
@@ -88,8 +88,8 @@ def _export_elastic(trained: Trained, path: Path, json: bool) -> None:
     if json:
         emit_json({"file": str(path), "format": "elastic", "bytes": size})
         return
-    out.print(f"{path}: all widths of {trained.config.model.name}, {size / 1e6:.2f} MB")
-    out.print(f'  net = anycostfl.load_elastic("{path}")\n  sub = net.shrink(0.25)')
+    say(f"{path}: all widths of {trained.config.model.name}, {size / 1e6:.2f} MB")
+    say(f'  net = anycostfl.load_elastic("{path}")\n  sub = net.shrink(0.25)')
 
 
 def _export_widths(
@@ -107,7 +107,7 @@ def _export_widths(
         width = replace(width, latency_ms=latency)
         rows.append({"file": str(path), "difference": difference, **asdict(width)})
         if not json:
-            out.print(f"{path}: differs from PyTorch by at most {difference:.1e}")
+            say(f"{path}: differs from PyTorch by at most {difference:.1e}")
             _show([width])
     if json:
         emit_json({"format": format_, "exported": rows})
@@ -124,9 +124,9 @@ def _measure(trained: Trained, run: Path, alphas: Sequence[float], json: bool) -
         emit_json({"widths": [asdict(width) for width in widths]})
         return
     model = trained.config.model.name
-    out.print(f"{model} after {trained.rounds} rounds; ONNX, one sample, one thread:")
+    say(f"{model} after {trained.rounds} rounds; ONNX, one sample, one thread:")
     _show(widths)
-    out.print(f"Also in {path}")
+    say(f"Also in {path}")
 
 
 def _show(widths: Sequence[Width]) -> None:

@@ -13,7 +13,7 @@ import typer
 from torch import Tensor, nn
 
 from anycostfl import models
-from anycostfl.cli._console import emit_json, out, table
+from anycostfl.cli._console import emit_json, out, say, table
 from anycostfl.coupling import Group
 from anycostfl.errors import ConfigError, UnknownName
 from anycostfl.shrink import ElasticModel, SubModel
@@ -64,7 +64,7 @@ def _load(model: str, shape: str) -> tuple[nn.Module, Tensor]:
         raise UnknownName(f"{model!r} returns {type(module).__name__}, not an nn.Module")
     try:
         return module, torch.randn(2, *(int(n) for n in shape.split(",")))
-    except ValueError as error:
+    except (ValueError, RuntimeError) as error:  # no numbers, or none that are sizes
         raise UnknownName(
             f"--input {shape!r} is not a shape; give the shape of one sample, such as 3,32,32"
         ) from error
@@ -136,7 +136,7 @@ def _show(name: str, net: ElasticModel, sub: SubModel) -> None:
     columns = ("group", ">channels", ">width", ">parameters", ">kFLOP", "also produced by")
     title = f"{name}: groups of channels at α = {sub.plan.alpha:g}, rule {net.rule}"
     out.print(table(title, columns, rows))
-    out.print("(parameters and training kFLOP: what one channel of the full model costs)\n")
+    say("(parameters and training kFLOP: what one channel of the full model costs)\n")
     reasons: dict[str, list[str]] = defaultdict(list)
     for pin in net.coupling.pins:
         reasons[str(pin.reason)].append(f"{pin.tensor}[dim {pin.dim}]")
@@ -161,8 +161,8 @@ def _show_costs(net: ElasticModel, sub: SubModel) -> None:
     rows = [(what, f.format(a), f.format(b), f"{b / a:.3f}") for what, a, b, f in amounts]
     out.print(table("cost", ("", ">full", f">α = {sub.plan.alpha:g}", ">ratio"), rows))
     if net.coupling.unused:
-        out.print("Not used on the example input, kept whole: " + ", ".join(net.coupling.unused))
+        say("Not used on the example input, kept whole: " + ", ".join(net.coupling.unused))
     if net.rewritten:
-        out.print("Sub-models run from a captured graph: forward holds literal sizes.")
+        say("Sub-models run from a captured graph: forward holds literal sizes.")
     for dial in (dial for dial in net.dials if len(dial.sizes) > 1):
-        out.print("Turn together: " + ", ".join(name for name, _ in dial.sizes))
+        say("Turn together: " + ", ".join(name for name, _ in dial.sizes))

@@ -15,11 +15,12 @@ from anycostfl.cli._console import err
 from anycostfl.cli._flower import need_flower
 from anycostfl.config import load_profile
 from anycostfl.errors import ConfigError
+from anycostfl.profile.network import parse_address
 
 
 def join(
     server: Annotated[str, typer.Argument(help="HOST:PORT of `anycostfl serve`")],
-    device: Annotated[int, typer.Option(help="Its number in the fleet, from 0")],
+    device: Annotated[int, typer.Option(min=0, help="Its number in the fleet, from 0")],
     key: Annotated[Path | None, typer.Option(help="Its private key")] = None,
     trust: Annotated[Path | None, typer.Option(help="ca.crt of the server")] = None,
     profile: Annotated[str, typer.Option(help="What it is: a profile, or a .toml file")] = "",
@@ -47,6 +48,7 @@ def join(
     Without --profile it plays the member of that number of the experiment's simulated fleet.
     """
     need_flower()
+    parse_address(server, "SERVER")
     problems = _problems(key, trust, insecure=insecure)
     if profile:
         measured_bps = load_profile(profile).rate_bps or 0.0

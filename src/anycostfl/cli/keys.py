@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from anycostfl.cli._console import emit_json, out, table
+from anycostfl.cli._console import emit_json, note, out, say, table
 from anycostfl.cli._flower import need_flower
 from anycostfl.errors import ConfigError
 
@@ -52,13 +52,13 @@ def keys(
     ]  # fmt: skip
     out.print(table(f"keys in {folder}", ("who", "gets", ""), rows))
     if set(names_of(known.certificate)) <= set(ALWAYS):
-        out.print(
-            "[yellow]note:[/] the server can be reached from this machine only; for others, give "
-            "its name or address with --host"
+        note(
+            "the server can be reached from this machine only; for others, give its name or "
+            "address with --host"
         )
     elif known.certificate in made and known.certificate_key not in made:
-        out.print(
+        say(
             f"{known.certificate} is new, for these hosts and those before, with the key it had: "
             "copy it to the server and start `anycostfl serve` again."
         )
-    out.print(f"{known.authority_key} signs for all of them: keep it to yourself.")
+    say(f"{known.authority_key} signs for all of them: keep it to yourself.")

@@ -6,6 +6,7 @@ the preset's latency and its mean energy budget, `--distance` the mean distance 
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Annotated, Any
@@ -17,7 +18,7 @@ from rich import box
 from anycostfl import config, fleet, planner
 from anycostfl.checks import FloatArray
 from anycostfl.cli import _plan_plots
-from anycostfl.cli._console import emit_json, out, table
+from anycostfl.cli._console import emit_json, out, say, table
 from anycostfl.cli._plan_plots import Planned, plan_as_asked
 from anycostfl.types import Binds, Reason
 
@@ -38,7 +39,9 @@ LEGEND = "binds: T latency, E energy, - and + the least and the largest allowed 
 def plan(
     *,
     preset: Annotated[str, typer.Option(help="A preset's name, or a .toml file.")] = "fmnist-iid",
-    round_: Annotated[int, typer.Option("--round", min=0, help="Which round to plan.")] = 0,
+    round_: Annotated[
+        int | None, typer.Option("--round", min=0, help="Which round to plan; the first if none.")
+    ] = None,
     seed: Annotated[int | None, typer.Option(min=0, help="Instead of the preset's seed.")] = None,
     device: Annotated[str | None, typer.Option(help="One device profile, not a cohort.")] = None,
     latency: Annotated[float | None, typer.Option(help="Its latency budget in seconds.")] = None,
@@ -54,11 +57,13 @@ def plan(
     """Plan (α, β, f) of every device of a round, or of one device, under its budgets."""
     settings = config.load_preset(preset, set_ or [])
     if device is None:
-        _refuse_without_device(latency=latency, energy=energy, distance=distance, samples=samples)
+        budgets = {"latency": latency, "energy": energy, "distance": distance, "samples": samples}
+        _refuse(budgets, "only with --device; use --set for a cohort")
         planned = _plan_cohort(
-            settings, preset, settings.run.seed if seed is None else seed, round_
+            settings, preset, settings.run.seed if seed is None else seed, round_ or 0
         )
     else:
+        _refuse({"round": round_, "seed": seed}, "only for a cohort, without --device")
         if samples is not None:
             settings = replace(settings, fleet=replace(settings.fleet, samples=samples))
         planned = _plan_device(settings, device, (latency, energy, distance))
@@ -67,14 +72,14 @@ def plan(
         draw = _plan_plots.draw_cohort if device is None else _plan_plots.draw_what_if
         draw(plot, planned)
         if not json_:
-            out.print(f"figure: {plot}")
+            say(f"figure: {plot}")
     if device is not None:
         planner.require_feasible(planned.strategies, planned.devices)
 
 
-def _refuse_without_device(**budgets: float | None) -> None:
-    if given := [f"--{name}" for name, value in budgets.items() if value is not None]:
-        raise typer.BadParameter(f"{', '.join(given)} only with --device; use --set for a cohort")
+def _refuse(options: Mapping[str, float | None], why: str) -> None:
+    if given := [f"--{name}" for name, value in options.items() if value is not None]:
+        raise typer.BadParameter(f"{', '.join(given)} {why}")
 
 
 def _plan_cohort(settings: config.Config, preset: str, seed: int, round_index: int) -> Planned:
@@ -116,14 +121,14 @@ def _show(planned: Planned, *, as_json: bool) -> None:
     view = table(f"{planned.title}, {latency}", COLUMNS, [_cells(item) for item in records])
     view.box, view.padding, view.pad_edge = box.SIMPLE_HEAD, (0, 1, 0, 0), False
     out.print(view)
-    out.print(LEGEND)
+    say(LEGEND)
     for i, item in enumerate(records):
         if not item["feasible"]:
             needs = planner.needed_budgets(planned.strategies, planned.devices, i)
-            out.print(f"device {item['device']} sits out ({item['reason']}); it needs {needs}")
+            say(f"device {item['device']} sits out ({item['reason']}); it needs {needs}")
     if len(records) > 1:
         for name, value in summary.items():
-            out.print(f"  {name.replace('_', ' ')}: {value:.4g}")
+            say(f"  {name.replace('_', ' ')}: {value:.4g}")
 
 
 def _record(planned: Planned, i: int) -> dict[str, Any]:

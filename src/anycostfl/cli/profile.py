@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 
 from anycostfl import profile as profiling
-from anycostfl.cli._console import emit_json, err, out, table
+from anycostfl.cli._console import emit_json, err, note, out, say, table
 from anycostfl.config import load_preset, load_profile
 from anycostfl.errors import ConfigError
 from anycostfl.profile import Measurement
@@ -72,8 +72,8 @@ def _listen(port: int) -> None:
     try:
         listen(
             port,
-            ready=lambda used: out.print(f"listening on port {used}; Ctrl-C ends it"),
-            served=lambda peer, count: out.print(f"{peer} sent {count / 1e6:.1f} MB"),
+            ready=lambda used: say(f"listening on port {used}; Ctrl-C ends it"),
+            served=lambda peer, count: say(f"{peer} sent {count / 1e6:.1f} MB"),
         )
     except KeyboardInterrupt:
         raise typer.Exit(130) from None
@@ -127,13 +127,13 @@ def _show(measured: Measurement, preset: str, path: Path) -> None:
     if measured.rate:
         facts.append(("uplink", f"{measured.rate.rate_bps / 1e6:.2f} Mbit/s"))
     for label, fact in facts:
-        out.print(f"{label:>16}  {fact}", soft_wrap=True)
+        say(f"{label:>16}  {fact}")
     if measured.speed.worst_error > GOOD_ENOUGH:
-        err.print(
-            f"[yellow]note:[/] time does not follow α + overhead here: predictions are up to "
+        note(
+            f"time does not follow α + overhead here: predictions are up to "
             f"{100 * measured.speed.worst_error:.0f} % off. Was the machine busy? "
             "Otherwise try --set model.widths=fast, or more --repeats"
         )
-    out.print(f"Written to {path}. Use it:")
-    out.print(f"  anycostfl plan --preset {preset} --device {path}")
-    out.print(f"  anycostfl run {preset} --set 'fleet.profiles=[\"{path}\"]'", markup=False)
+    say(f"Written to {path}. Use it:")
+    say(f"  anycostfl plan --preset {preset} --device {path}")
+    say(f"  anycostfl run {preset} --set 'fleet.profiles=[\"{path}\"]'")

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from anycostfl.cli._console import emit_json, note, out, table
+from anycostfl.cli._console import emit_json, note, out, say, table
 from anycostfl.records import PAGE
 from anycostfl.report import write_page
 
@@ -49,7 +49,7 @@ def report(
         for key, title, factor in SHOWN
     ]
     out.print(table("", ("", *(f">{run['name']}" for run in found)), rows))
-    out.print(f"Open {path}")
+    say(f"Open {path}")
 
 
 def _cell(value: object, factor: float) -> str:

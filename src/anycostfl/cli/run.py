@@ -10,7 +10,7 @@ from typing import Annotated
 import typer
 
 from anycostfl import methods
-from anycostfl.cli._console import emit_json, note, out, table
+from anycostfl.cli._console import emit_json, note, out, say, table
 from anycostfl.cli._flower import find_engine
 from anycostfl.cli._rounds import conclude, follow, free_folder, longer, shown
 from anycostfl.config import Config, load_preset, profiles_of, to_toml
@@ -69,7 +69,7 @@ def run(
     if stopped:
         if not json:
             how = "" if engine == "own" else f" --engine {engine}"
-            out.print(f"Stopped. Go on with: anycostfl run --resume {writer.folder}{how}")
+            say(f"Stopped. Go on with: anycostfl run --resume {writer.folder}{how}")
         raise typer.Exit(130)
 
 

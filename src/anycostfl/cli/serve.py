@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
@@ -10,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from anycostfl.cli._console import note, out, table
+from anycostfl.cli._console import note, out, say, table
 from anycostfl.cli._flower import hush_flower, need_flower
 from anycostfl.cli._rounds import conclude, follow, free_folder, longer
 from anycostfl.config import Config, load_preset, to_toml
@@ -55,6 +56,11 @@ def serve(
     from anycostfl.flower.link import Serving, check_port, open_link  # noqa: PLC0415
     from anycostfl.flower.roster import Terms  # noqa: PLC0415
 
+    def terms_for(config: Config) -> Terms:
+        check_counts(config, wait_for, min_replies)
+        return Terms(deadline_s, wait_for or config.fleet.cohort, min_replies, patience_s)
+
+    _check_above_zero({"--deadline-s": deadline_s, "--patience-s": patience_s})
     folder = KeyFolder(keys)
     if not insecure:
         _check_keys(folder.authority, folder.certificate, folder.certificate_key)
@@ -63,14 +69,13 @@ def serve(
         if set_ or out_dir or preset:
             raise ConfigError(["--resume takes the run as it is: no preset, --set or --out"])
         config, writer, records = _go_on(resume, rounds)
-        check_counts(config, wait_for, min_replies)
+        terms = terms_for(config)
         writer.reconfigure(to_toml(config))
     else:
         changes = [f"run.rounds={rounds}"] if rounds is not None else []
         config = for_devices(load_preset(preset or "demo", [*(set_ or []), *changes]))
-        check_counts(config, wait_for, min_replies)
+        terms = terms_for(config)
         writer, records = _begin(config, out_dir or free_folder(Path(preset or "demo").stem)), []
-    terms = Terms(deadline_s, wait_for or config.fleet.cohort, min_replies, patience_s)
     serving = Serving(writer.folder, host, port, None if insecure else folder, terms)
     with open_link(serving) as link:
         if not json:
@@ -84,7 +89,7 @@ def serve(
         out.print(_wire_table(records, link.restarts))
     if stopped:
         if not json:
-            out.print(f"Stopped. Go on with: anycostfl serve --resume {writer.folder}")
+            say(f"Stopped. Go on with: anycostfl serve --resume {writer.folder}")
         raise typer.Exit(130)
 
 
@@ -107,6 +112,11 @@ def _check_keys(*needed: Path) -> None:
             [f"--keys: there is no {', '.join(missing)}. Make it with `anycostfl keys --host "
              "ADDRESS DEVICE …`; --insecure does without"]
         )  # fmt: skip
+
+
+def _check_above_zero(given: Mapping[str, float]) -> None:
+    if wrong := {name: value for name, value in given.items() if not 0 < value < math.inf}:
+        raise ConfigError([f"{n}: given {v:g}, allowed above 0" for n, v in wrong.items()])
 
 
 def check_counts(config: Config, wait_for: int, min_replies: int) -> None:
@@ -132,11 +142,11 @@ def for_devices(config: Config) -> Config:
 
 def _announce(serving: Serving, config: Config) -> None:
     keys = serving.keys
-    who = f"{len(keys.registered())} keys registered" if keys else "[red]plaintext, open to all[/]"
-    out.print(
+    who = f"{len(keys.registered())} keys registered" if keys else "PLAINTEXT, open to all"
+    say(
         f"listening on {serving.host}:{serving.port}, {who}; waiting for "
-        f"{serving.terms.wait_for} of {config.fleet.devices} devices", highlight=False
-    )  # fmt: skip
+        f"{serving.terms.wait_for} of {config.fleet.devices} devices"
+    )
 
 
 def _wire_table(records: Sequence[RoundRecord], restarts: int) -> object:

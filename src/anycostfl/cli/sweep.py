@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import csv
-from collections.abc import Mapping, Sequence
+import io
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from anycostfl import methods
-from anycostfl.cli._console import emit_json, out
+from anycostfl.cli._console import emit_json, say
 from anycostfl.cli._series import (
+    AGAIN,
     Background,
     Json,
     OnlyShow,
@@ -36,6 +39,7 @@ from anycostfl.cli._series import (
 from anycostfl.compare import Cost, Series, cost_to, to_markdown
 from anycostfl.config import Config
 from anycostfl.errors import ConfigError, MissingExtra
+from anycostfl.records import write_whole, writing_to
 from anycostfl.report import draw_bars, draw_lines
 from anycostfl.sweep import KINDS, SPREADS, WIDTHS, ablation, attacks, heterogeneity, widths
 
@@ -43,25 +47,35 @@ X_LABELS = {
     "compute": "standard deviation of ε, 1e-27",
     "radio": "standard deviation of the distance, m",
 }
+METHODS = "anycostfl,heterofl,stc"
+FOR = {
+    "--methods": ("compute", "radio", "widths"),
+    "--values": ("compute", "radio"),
+    "--rates": ("ablation", "compute", "radio", "widths"),
+}
+"""Which sweeps look at an option."""
 QUANTITIES = {"energy, kJ": "energy_kj", "latency, min": "latency_min", "uploaded, GB": "gigabytes"}
 
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """A table, the same as numbers, and a figure."""
+    """A table, the same as numbers, and what draws a figure of it into a file."""
 
     header: Sequence[str]
     cells: Sequence[Sequence[str]]
     figures: Mapping[str, object]
+    draw: Callable[[Path], None]
 
 
 def sweep(
     kind: Annotated[str, typer.Argument(help="ablation, compute, radio, widths or attacks")],
     preset: Preset,
     method_names: Annotated[
-        str, typer.Option("--methods", help="Names with commas, for compute, radio and widths")
-    ] = "anycostfl,heterofl,stc",
-    values: Annotated[str, typer.Option(help="Spreads to try, with commas")] = "",
+        str, typer.Option("--methods", help=f"With commas, for compute, radio, widths: {METHODS}")
+    ] = "",
+    values: Annotated[
+        str, typer.Option(help="Spreads to try, with commas, for compute and radio")
+    ] = "",
     target: Target = None,
     rounds: Rounds = None,
     rates: Rates = "",
@@ -79,35 +93,53 @@ def sweep(
     """
     if kind not in KINDS:
         raise ConfigError([f"sweep: given {kind!r}, allowed {', '.join(KINDS)}"])
+    _check_options(kind, {"--methods": method_names, "--values": values, "--rates": rates})
     config = asked(preset, set_, target, rounds)
-    names = names_of(method_names, methods.names(), methods.load)
+    names = names_of(method_names or METHODS, methods.names(), methods.load)
     spreads = numbers_of(values, "--values") or SPREADS.get(kind, ())
     folder = out_dir or Path("runs", f"compare-{Path(preset).stem}")
     if background:
         go_on_alone(folder)
         return
-    picture = folder / f"{kind}.png"
     series = series_in(folder, workers, (rates, trial), only_show=only_show, quiet=json)
     with working_on(series):
         if kind == "ablation":
-            found = _ablation(series, config, picture)
+            found = _ablation(series, config)
         elif kind == "widths":
-            found = _widths(series, config, names, picture)
+            found = _widths(series, config, names)
         elif kind == "attacks":
-            found = _attacks(series, config, picture)
+            found = _attacks(series, config)
         else:
-            found = _heterogeneity(series, config, kind, (names, spreads), picture)
-    (folder / f"{kind}.md").write_text(to_markdown(found.header, found.cells))
-    with (folder / f"{kind}.csv").open("w", newline="") as file:
-        csv.writer(file).writerows([found.header, *found.cells])
+            found = _heterogeneity(series, config, kind, (names, spreads))
+    if series.play:
+        _write(found, folder / kind)
     if json:
         emit_json({"folder": str(folder), kind: found.figures})
         return
     show(f"{config.summary or preset}: {kind}", found.header, found.cells)
-    out.print(f"Everything is in {folder}: {kind}.md, .csv, .png, and one folder a run")
+    if series.play:
+        say(f"Everything is in {folder}: {kind}.md, .csv, .png, and one folder a run")
 
 
-def _ablation(series: Series, config: Config, picture: Path) -> Finding:
+def _check_options(kind: str, given: Mapping[str, str]) -> None:
+    """Refuse what a sweep would not look at."""
+    ignored = [name for name, text in given.items() if text and kind not in FOR[name]]
+    if ignored:
+        raise ConfigError([f"{name}: only for {', '.join(FOR[name])}" for name in ignored])
+
+
+def _write(found: Finding, stem: Path) -> None:
+    """The table, the same for programs, and the picture."""
+    rows = io.StringIO(newline="")
+    csv.writer(rows).writerows([found.header, *found.cells])
+    with writing_to(stem.parent, AGAIN):
+        write_whole(stem.with_suffix(".md"), to_markdown(found.header, found.cells).encode())
+        write_whole(stem.with_suffix(".csv"), rows.getvalue().encode())
+        with suppress(MissingExtra):
+            found.draw(stem.with_suffix(".png"))
+
+
+def _ablation(series: Series, config: Config) -> Finding:
     target = config.run.target_accuracy
     costs = {
         name: cost_to(records, changed, target)
@@ -119,17 +151,12 @@ def _ablation(series: Series, config: Config, picture: Path) -> Finding:
         title: {n.removeprefix("anycostfl/"): getattr(c, key) for n, c in costs.items() if c}
         for title, key in QUANTITIES.items()
     }
-    with suppress(MissingExtra):
-        draw_bars(panels, picture)
-    return Finding(header, cells, {name: _numbers(cost) for name, cost in costs.items()})
+    numbers = {name: _numbers(cost) for name, cost in costs.items()}
+    return Finding(header, cells, numbers, partial(draw_bars, panels))
 
 
 def _heterogeneity(
-    series: Series,
-    config: Config,
-    kind: str,
-    over: tuple[Sequence[str], Sequence[float]],
-    picture: Path,
+    series: Series, config: Config, kind: str, over: tuple[Sequence[str], Sequence[float]]
 ) -> Finding:
     curves = heterogeneity(series, config, kind, *over)
     header = ["method", "spread", "rounds", *QUANTITIES]
@@ -149,23 +176,20 @@ def _heterogeneity(
         }
         for title, key in QUANTITIES.items()
     }
-    with suppress(MissingExtra):
-        draw_lines(panels, X_LABELS[kind], picture)
     numbers = {n: [[value, _numbers(cost)] for value, cost in p] for n, p in curves.items()}
-    return Finding(header, cells, numbers)
+    return Finding(header, cells, numbers, partial(draw_lines, panels, X_LABELS[kind]))
 
 
-def _widths(series: Series, config: Config, names: Sequence[str], picture: Path) -> Finding:
+def _widths(series: Series, config: Config, names: Sequence[str]) -> Finding:
     found = widths(series, config, names)
     header = ["method", *(f"α = {alpha:g}" for alpha in WIDTHS)]
     cells = [[name, *(f"{100 * a:.2f}" for a in accuracy)] for name, accuracy in found.items()]
     lines = {name: (WIDTHS, [100 * a for a in accuracy]) for name, accuracy in found.items()}
-    with suppress(MissingExtra):
-        draw_lines({"test accuracy, %": lines}, "width factor α", picture)
-    return Finding(header, cells, {"alpha": list(WIDTHS), **found})
+    draw = partial(draw_lines, {"test accuracy, %": lines}, "width factor α")
+    return Finding(header, cells, {"alpha": list(WIDTHS), **found}, draw)
 
 
-def _attacks(series: Series, config: Config, picture: Path) -> Finding:
+def _attacks(series: Series, config: Config) -> Finding:
     found = attacks(series, config)
     clean = found["none"]["open"]
     header = ["liars", "open, %", "points", "defended, %", "points"]
@@ -177,9 +201,7 @@ def _attacks(series: Series, config: Config, picture: Path) -> Finding:
         f"{defence}: accuracy, %": {k: 100 * (by[defence] or 0.0) for k, by in found.items()}
         for defence in ("open", "defended")
     }
-    with suppress(MissingExtra):
-        draw_bars(panels, picture)
-    return Finding(header, cells, found)
+    return Finding(header, cells, found, partial(draw_bars, panels))
 
 
 def _against(clean: float | None, accuracy: float | None) -> list[str]:

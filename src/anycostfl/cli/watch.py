@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from anycostfl.cli._console import out
+from anycostfl.cli._console import say
 from anycostfl.report import LiveServer
 
 
@@ -18,7 +18,7 @@ def watch(
     """Serve the page of runs that go on, on this machine only, until Ctrl-C."""
     try:
         with LiveServer(runs, port) as server:
-            out.print(f"Watch at {server.address}  (Ctrl-C stops)")
+            say(f"Watch at {server.address}  (Ctrl-C stops)")
             server.serve_forever(poll_interval=0.2)
     except KeyboardInterrupt:
-        out.print("No longer watching; the run itself is not touched.")
+        say("No longer watching; the run itself is not touched.")
