@@ -22,6 +22,7 @@ from anycostfl.config import load_preset
 from anycostfl.errors import PayloadError, UnknownName
 from anycostfl.fleet import draw_cohort
 from anycostfl.methods import Upload, fedhq, heterofl, qsgd, stc, uveqfed
+from anycostfl.types import Binds
 
 SHAPES = {"a.weight": (24, 10, 5, 5), "a.bias": (24,), "b.weight": (50, 96)}
 TIE = bond(b"plan", SHAPES)
@@ -96,6 +97,31 @@ def test_damaged_payloads_are_refused(data: st.DataObject, name: str) -> None:
     )
     with pytest.raises(PayloadError):
         method.decode(damaged, SHAPES, b"plan")
+
+
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize("name", methods.names())
+def test_a_cohort_of_nobody_has_no_strategies(name: str) -> None:
+    """As when everybody is benched."""
+    config = load_preset("demo")
+    nobody = draw_cohort(config.fleet, seed=0, round_index=0).devices.take(slice(0, 0))
+    assert not len(methods.load(name).plan(nobody, config.workload, config.limits_of(name)))
+
+
+def test_heterofl_is_described_with_the_limits_and_codec_it_has() -> None:
+    config = load_preset("demo", ["limits.alpha_min=0.05", "compression.codec=lowrank"])
+    devices = draw_cohort(config.fleet, seed=0, round_index=0).devices
+    planned = heterofl.plan(devices, config.workload, config.limits_of("heterofl"))
+    assert not np.any(planned.binds & Binds.ALPHA_MIN)
+    assert np.all(planned.quality > planned.beta)
+
+
+def test_anycostfl_plus_keeps_to_the_least_upload() -> None:
+    config = load_preset("demo", ["limits.beta_min=0.01"])
+    devices = draw_cohort(config.fleet, seed=0, round_index=0).devices
+    limits = config.limits_of("anycostfl+")
+    planned = methods.load("anycostfl+").plan(devices, config.workload, limits)
+    assert np.all(planned.beta[planned.feasible] == 0.01)
 
 
 def test_an_unknown_method_is_named() -> None:

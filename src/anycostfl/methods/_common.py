@@ -41,6 +41,11 @@ def full_width_at(default: float) -> Planner:
     return plan
 
 
+def average(values: FloatArray) -> float:
+    """The mean; one, where there is nobody."""
+    return float(values.mean()) if values.size else 1.0
+
+
 def weigh_by_samples(alpha: FloatArray, beta: FloatArray, samples: FloatArray) -> FloatArray:
     """In proportion to the data; the plain mean where sample counts are not asked for."""
     del alpha, beta

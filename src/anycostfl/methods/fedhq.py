@@ -23,7 +23,7 @@ from anycostfl.codec.flat import flatten
 from anycostfl.codec.kernels import Floats
 from anycostfl.codec.sparse import Sparse, chances, draw, fill, pack_sparse
 from anycostfl.methods import Method, State, Upload
-from anycostfl.methods._common import bond_of, decode_levels
+from anycostfl.methods._common import average, bond_of, decode_levels
 from anycostfl.planner import fixed_strategies
 from anycostfl.types import Devices, Limits, Strategies, Workload
 
@@ -35,7 +35,7 @@ ERROR = 0.55  # within 35 % of the measured q on a CNN's update at 0.67 to 1.9 b
 def plan(devices: Devices, workload: Workload, limits: Limits) -> Strategies:
     """Full width; the mean rate shared out in proportion to the channels."""
     mean = limits.rate or RATE
-    beta = np.minimum(1.0, mean * devices.rate_bps / devices.rate_bps.mean())
+    beta = np.minimum(1.0, mean * devices.rate_bps / average(devices.rate_bps))
     return fixed_strategies(devices, workload, alpha=np.ones(len(devices)), beta=beta)
 
 

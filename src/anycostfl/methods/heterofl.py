@@ -22,7 +22,12 @@ from torch import Tensor, nn
 
 from anycostfl import cost
 from anycostfl.methods import Method
-from anycostfl.methods._common import decode_unmasked, encode_with_codec, weigh_by_samples
+from anycostfl.methods._common import (
+    average,
+    decode_unmasked,
+    encode_with_codec,
+    weigh_by_samples,
+)
 from anycostfl.planner import fixed_strategies
 from anycostfl.types import Devices, Limits, Strategies, Workload
 
@@ -32,12 +37,12 @@ RATE = 1 / 41  # αβ on average, recovered from the paper's table
 def plan(devices: Devices, workload: Workload, limits: Limits) -> Strategies:
     """α from ε·(αC)³ / t² = mean energy budget, t being what an average upload leaves."""
     rate = limits.rate or RATE
-    upload = rate * workload.size_bits / devices.rate_bps.mean()
+    upload = rate * workload.size_bits / average(devices.rate_bps)
     left = np.maximum(devices.latency_s - upload, 0.1 * devices.latency_s)
     cycles = cost.compute_cycles(devices, workload)
-    widest = np.cbrt(devices.energy_j.mean() * left**2 / devices.energy_coefficient) / cycles
+    widest = np.cbrt(average(devices.energy_j) * left**2 / devices.energy_coefficient) / cycles
     alpha = np.clip(widest - devices.overhead, limits.alpha_min, 1.0)
-    beta = np.minimum(1.0, rate / alpha.mean()) * np.ones(len(devices))
+    beta = np.minimum(1.0, rate / average(alpha)) * np.ones(len(devices))
     frequency = cost.sub_model_cycles(devices, workload, alpha) / left
     return fixed_strategies(
         devices, workload, alpha=alpha, beta=beta, frequency_hz=frequency, limits=limits
