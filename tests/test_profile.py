@@ -181,6 +181,15 @@ def test_a_meter_that_sees_nothing_is_not_believed(monkeypatch: pytest.MonkeyPat
     assert "stuck sees no difference" in measured.source
 
 
+def test_the_processors_meter_says_nothing_about_a_gpu() -> None:
+    settings = config.load_preset("demo", ["training.precision=fp32", "training.device=cuda"])
+    net = elastic_model(config.load_preset("demo"))
+    for meter in (None, meters.Meter("RAPL package-0", lambda: lambda: 7.0)):
+        measured = profile.measure_energy(settings, net, 1, (meter, ()))
+        assert measured.meter == ""
+        assert "the GPU has no meter" in measured.source
+
+
 # --- one speed for all widths ---------------------------------------------------------------------
 
 paces = st.lists(
@@ -338,6 +347,21 @@ def test_the_rate_is_that_of_the_bottleneck() -> None:
         rate = network.measure_rate("127.0.0.1", server.getsockname()[1], least_s=0.3)
         thread.join(10)
     assert 1e6 < rate.rate_bps <= 8 * (1 << 14) / 0.002
+
+
+def test_a_long_round_trip_is_not_taken_for_a_slow_link(monkeypatch: pytest.MonkeyPatch) -> None:
+    """0.6 s of round trip, 5 Mbit/s: as much is sent as takes half a second beyond it."""
+    sizes: list[int] = []
+
+    def send(_server: object, count: int) -> float:
+        sizes.append(count)
+        return 0.6 + 8 * count / 5e6
+
+    monkeypatch.setattr(network, "_send", send)
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        rate = network.measure_rate("127.0.0.1", server.getsockname()[1], least_s=0.5)
+    assert rate.rate_bps == pytest.approx(5e6)
+    assert 8 * sizes[-1] / 5e6 >= 0.5
 
 
 def test_servers_that_cannot_be_measured() -> None:
