@@ -131,7 +131,7 @@ def test_keys_say_where_the_server_can_be_reached(
 ) -> None:
     def say(*arguments: str) -> str:
         build_app()(["keys", "--out", str(tmp_path), *arguments], standalone_mode=False)
-        return " ".join(capsys.readouterr().out.split())
+        return " ".join("".join(capsys.readouterr()).split())
 
     assert "from this machine only" in say("pi")
     assert "start `anycostfl serve` again" in say("--host", "pi4")
