@@ -36,7 +36,13 @@ def test_a_saved_configuration_repeats_the_run(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("workers", "sent"), [("1", signal.SIGINT), ("2", signal.SIGINT), ("2", signal.SIGTERM)]
+    ("workers", "sent"),
+    [
+        pytest.param("1", signal.SIGTERM),
+        pytest.param("2", signal.SIGINT),
+        pytest.param("1", signal.SIGINT, marks=pytest.mark.slow),
+        pytest.param("2", signal.SIGTERM, marks=pytest.mark.slow),
+    ],
 )
 def test_ctrl_c_saves_and_leaves_nothing_behind(
     tmp_path: Path, workers: str, sent: signal.Signals
