@@ -51,8 +51,8 @@ NEWTON_STEPS = 6  # from at most 1.46 times the root, quadratic convergence need
 TOUCHES = 1e-9  # relative distance at which a constraint counts as binding
 ROUNDING = 1e-12  # relative; a budget equal to the least affordable one is affordable
 GOLDEN = (5**0.5 - 1) / 2
-UNCAPPED = Limits(alpha_min=1e-9, beta_max=1.0)
 GOLDEN_STEPS = 50  # of the interval 4e-11 is left, and a peak is flat: the gain is exact
+UNCAPPED = Limits(alpha_min=1e-9, beta_max=1.0)  # for methods that know no caps
 
 
 @dataclass(frozen=True, slots=True)

@@ -56,10 +56,6 @@ def serve(
     from anycostfl.flower.link import Serving, check_port, open_link  # noqa: PLC0415
     from anycostfl.flower.roster import Terms  # noqa: PLC0415
 
-    def terms_for(config: Config) -> Terms:
-        check_counts(config, wait_for, min_replies)
-        return Terms(deadline_s, wait_for or config.fleet.cohort, min_replies, patience_s)
-
     _check_above_zero({"--deadline-s": deadline_s, "--patience-s": patience_s})
     folder = KeyFolder(keys)
     if not insecure:
@@ -69,13 +65,14 @@ def serve(
         if set_ or out_dir or preset:
             raise ConfigError(["--resume takes the run as it is: no preset, --set or --out"])
         config, writer, records = _go_on(resume, rounds)
-        terms = terms_for(config)
+        check_counts(config, wait_for, min_replies)
         writer.reconfigure(to_toml(config))
     else:
         changes = [f"run.rounds={rounds}"] if rounds is not None else []
         config = for_devices(load_preset(preset or "demo", [*(set_ or []), *changes]))
-        terms = terms_for(config)
+        check_counts(config, wait_for, min_replies)
         writer, records = _begin(config, out_dir or free_folder(Path(preset or "demo").stem)), []
+    terms = Terms(deadline_s, wait_for or config.fleet.cohort, min_replies, patience_s)
     serving = Serving(writer.folder, host, port, None if insecure else folder, terms)
     with open_link(serving) as link:
         if not json:
