@@ -2,20 +2,53 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+from pathlib import Path
+from typing import cast
+
+import click
 import pytest
 from click.testing import CliRunner
 from typer.main import get_command
 
+from anycostfl import __version__
 from anycostfl.cli import build_app
 
-APP = get_command(build_app())
-COMMANDS = sorted(APP.commands)  # type: ignore[attr-defined]  # a group has them
+APP = cast(click.Group, get_command(build_app()))
+COMMANDS = sorted(APP.commands)
 
 
 @pytest.mark.parametrize("name", COMMANDS)
 def test_help_shows_the_words_of_every_parameter(name: str) -> None:
     shown = CliRunner().invoke(APP, [name, "--help"], env={"COLUMNS": "200"}).output
-    for parameter in APP.commands[name].params:  # type: ignore[attr-defined]  # as above
+    _, command, _ = APP.resolve_command(click.Context(APP), [name])
+    assert command is not None
+    assert command.help == APP.commands[name].help  # what the list of commands says
+    for parameter in command.params:
         words = getattr(parameter, "help", None)
         assert words, f"{name}: {parameter.name} has no help"
         assert words.split("\n")[0] in " ".join(shown.split()), f"{name}: {words!r} is not shown"
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        ([], "simulated fleet"),
+        (["--help"], "simulated fleet"),
+        (["--version"], __version__),
+        (["rnu"], "Did you mean 'run'?"),
+        (["keys"], "ca.crt"),
+    ],
+)
+def test_what_needs_no_torch_does_not_wait_for_it(
+    words: list[str], told: str, tmp_path: Path
+) -> None:
+    program = (
+        "import sys; from anycostfl.cli import main\n"
+        "try: main()\n"
+        "finally: sys.exit('torch' in sys.modules)"
+    )
+    command = [sys.executable, "-c", program, *words]
+    done = subprocess.run(command, capture_output=True, text=True, check=True, cwd=tmp_path)
+    assert told in done.stdout + done.stderr

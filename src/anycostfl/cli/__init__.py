@@ -1,19 +1,23 @@
 """The command line: one file per command, found by its name (docs/decisions/0002).
 
-A file `cli/NAME.py` with a function `NAME` is the command `anycostfl NAME`. Exit codes: 0 done,
-1 a bug in this program, 2 something the user can mend (the message says how), 130 Ctrl-C.
+A file `cli/NAME.py` with a function `NAME` is the command `anycostfl NAME`, imported when it is
+asked for: nearly all need torch, which takes seconds. Exit codes: 0 done, 1 a bug in this program,
+2 something the user can mend (the message says how), 130 Ctrl-C.
 """
 
 from __future__ import annotations
 
+import ast
 import importlib
 import os
-import pkgutil
 import signal
 import sys
-from typing import Annotated
+from pathlib import Path
+from typing import Annotated, Any
 
+import click
 import typer
+from typer.core import TyperGroup
 
 from anycostfl import __version__
 from anycostfl.cli._console import fail, say
@@ -22,20 +26,47 @@ from anycostfl.errors import AnycostError
 
 def build_app() -> typer.Typer:
     """Collect every command of this package into one application."""
-    app = typer.Typer(
-        name="anycostfl",
+    app = _new_app(
+        cls=_Commands,
         help="Train one model across devices that differ in speed, radio and battery.",
         no_args_is_help=True,
+    )
+    app.callback()(_root)
+    for file in sorted(Path(__file__).parent.glob("[!_]*.py")):
+        app.command(file.stem, help=_summary(file))(_root)
+    return app
+
+
+class _Commands(TyperGroup):
+    """Knows its commands by name and summary; imports the one that is asked for."""
+
+    def resolve_command(
+        self, ctx: click.Context, args: list[str]
+    ) -> tuple[str | None, click.Command | None, list[str]]:
+        """The command that the words name, with all of its options."""
+        name, _, rest = super().resolve_command(ctx, args)
+        module = importlib.import_module(f"{__name__}.{name}")
+        alone = _new_app()
+        alone.command(name)(getattr(module, str(name)))
+        return name, typer.main.get_command(alone), rest
+
+
+def _new_app(**options: Any) -> typer.Typer:
+    """An application as all of ours are."""
+    return typer.Typer(
+        name="anycostfl",
         add_completion=False,
         pretty_exceptions_enable=False,
         rich_markup_mode="rich",
+        **options,
     )
-    app.callback()(_root)
-    for info in pkgutil.iter_modules(__path__):
-        if not info.name.startswith("_"):
-            module = importlib.import_module(f"{__name__}.{info.name}")
-            app.command(name=info.name)(getattr(module, info.name))
-    return app
+
+
+def _summary(file: Path) -> str:
+    """What a command does, read from its file and not imported."""
+    body = ast.parse(file.read_bytes()).body
+    command = next(x for x in body if isinstance(x, ast.FunctionDef) and x.name == file.stem)
+    return ast.get_docstring(command) or ""
 
 
 def _show_version(asked: bool) -> None:

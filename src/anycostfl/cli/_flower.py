@@ -5,12 +5,8 @@ from __future__ import annotations
 import importlib.util
 import logging
 import os
-from typing import Protocol
 
-from anycostfl.config import Config
-from anycostfl.errors import ConfigError, MissingExtra
-from anycostfl.runs import Snapshot, Turns
-from anycostfl.simulate import play
+from anycostfl.errors import MissingExtra
 
 QUIET = {"FLWR_TELEMETRY_ENABLED": "0", "FLWR_DISABLE_UPDATE_CHECK": "1"}
 
@@ -26,25 +22,3 @@ def hush_flower() -> None:
     """Keep Flower's chatter out of a command's own output; warnings stay."""
     logging.getLogger("flwr").setLevel(logging.WARNING)
     logging.getLogger("httpx").setLevel(logging.WARNING)
-
-
-class Engine(Protocol):
-    """Plays the rounds of an experiment."""
-
-    def __call__(self, config: Config, *, workers: int = 1, start: Snapshot | None = None) -> Turns:
-        """Round after round, from the beginning or from where a run stopped."""
-
-
-def find_engine(name: str) -> Engine:
-    """The simulator, or the same rounds on Flower's engine."""
-    if name == "own":
-        return play
-    if name != "flower":
-        raise ConfigError([f"--engine: given {name!r}, allowed own, flower"])
-    if importlib.util.find_spec("flwr") is None or importlib.util.find_spec("ray") is None:
-        raise MissingExtra("--engine flower needs Flower and Ray: pip install 'anycostfl[cluster]'")
-    need_flower()
-    logging.getLogger("flwr").setLevel(logging.ERROR)
-    from anycostfl.flower import engine  # noqa: PLC0415 - optional
-
-    return engine.play

@@ -11,7 +11,7 @@ import typer
 
 from anycostfl import methods
 from anycostfl.cli._console import emit_json, note, out, say, table
-from anycostfl.cli._flower import find_engine
+from anycostfl.cli._engine import find_engine
 from anycostfl.cli._rounds import conclude, follow, free_folder, longer, shown
 from anycostfl.config import Config, load_preset, profiles_of, to_toml
 from anycostfl.data import DataMissing
