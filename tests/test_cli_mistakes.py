@@ -141,6 +141,7 @@ def test_the_version_is_told(call: Call) -> None:
 
 def test_every_public_name_is_there() -> None:
     assert all(hasattr(anycostfl, name) for name in anycostfl.__all__)
+    assert set(anycostfl.__all__) <= set(dir(anycostfl))
     assert {"run", "load_preset", "Contribution"} <= set(anycostfl.__all__)
 
 

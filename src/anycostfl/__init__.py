@@ -49,6 +49,9 @@ else:
                 return getattr(import_module(f"{__name__}.{home}"), name)
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
+    def __dir__() -> list[str]:
+        return sorted({*globals(), *__all__})
+
 
 __version__ = version("anycostfl")
 
