@@ -65,18 +65,21 @@ def test_a_row_is_the_mean_over_seeds(tmp_path: Path) -> None:
     config = small_config(tmp_path)
     runs = [(config, rounds_of(0.5, 0.9)), (config, rounds_of(0.5, 0.6, 0.5, 0.8))]
     row = make_row("anycostfl", runs, 0.8)
-    assert row.cost is not None
-    assert (row.cost.rounds, row.seeds) == (3, 2)
+    assert (row.reached, row.cost.rounds, row.seeds) == (True, 3, 2)
     assert row.best == pytest.approx(0.85)
     assert row.spread == pytest.approx(0.0707, abs=1e-3)
-    assert make_row("stc", runs, 0.85).cost is None
-    cells = as_cells([row, make_row("stc", runs, 0.85)], "fmnist-iid")
+    short = make_row("stc", runs, 0.85)  # one seed gets there after 2 rounds, one not in 4
+    assert not short.reached
+    assert short.cost == row.cost  # to be read as "more than"
+    cells = as_cells([row, short], "fmnist-iid")
     assert [line[0] for line in cells] == ["anycostfl", "  paper", "stc", "  paper"]
     assert cells[0][3] == "3 (1.00×)"
-    assert cells[2][3] == "not in 4"
+    assert cells[2][3:5] == ["> 3", "> 0.01"]
+    unknown = replace(row, reached=False)
+    assert as_cells([unknown, make_row("stc", runs, 0.8)], "")[1][3] == "3"  # no ratio to it
     assert cells[3][3] == "305 (1.70×)"
     assert to_markdown(("a", "b"), [["1", "2"]]) == "| a | b |\n| --- | --- |\n| 1 | 2 |\n"
-    assert to_csv([row]).splitlines()[1].startswith("anycostfl,0.05,2,4,3.0,")
+    assert to_csv([row]).splitlines()[1].startswith("anycostfl,0.05,2,4,True,3.0,")
 
 
 def test_curves_by_hand(tmp_path: Path) -> None:

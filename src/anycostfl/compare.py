@@ -267,7 +267,8 @@ class Row:
     rate: float
     seeds: int
     rounds: int  # played, of the longest run
-    cost: Cost | None  # to the target; None unless every seed reached it
+    cost: Cost  # to the target, or of all that was played
+    reached: bool  # the target, by every seed
     whole: bool  # all rounds were played, not only those to the target
     best: float
     spread: float | None  # standard deviation of the best accuracies; one seed has none
@@ -277,13 +278,14 @@ def make_row(label: str, runs: Sequence[tuple[Config, Records]], target: float) 
     """Summarise the runs of one method, one per seed."""
     costs = [cost_to(records, config, target) for config, records in runs]
     best = [max((r.accuracy or 0.0 for r in records), default=0.0) for _, records in runs]
-    known = [c for c in costs if c is not None]
+    spent = [cost or cost_of(run[1], run[0]) for cost, run in zip(costs, runs, strict=True)]
     return Row(
         label=label,
         rate=runs[0][0].training.learning_rate,
         seeds=len(runs),
         rounds=max(len(records) for _, records in runs),
-        cost=_mean(known) if len(known) == len(costs) else None,
+        cost=_mean(spent),
+        reached=None not in costs,
         whole=all(len(records) >= config.run.rounds for config, records in runs),
         best=statistics.fmean(best),
         spread=statistics.stdev(best) if len(best) > 1 else None,
@@ -306,18 +308,22 @@ HEADER = ("method", "rate", "seeds", "rounds", "energy kJ", "latency min", "TFLO
 
 
 def as_cells(rows: Sequence[Row], preset: str) -> list[list[str]]:
-    """Rows as text, with the ratio to AnycostFL in brackets and the paper's line below each."""
+    """Rows as text, with the ratio to AnycostFL in brackets and the paper's line below each.
+
+    What did not get to the target costs more than was spent.
+    """
     paper = papers_rows(preset)
-    base = next((row.cost for row in rows if row.label == "anycostfl"), None)
+    base = next((row.cost for row in rows if row.label == "anycostfl" and row.reached), None)
     cells = []
     for row in rows:
         spread = f" ± {100 * row.spread:.2f}" if row.spread is not None else ""
+        figures = _cost_cells(row.cost, base if row.reached else None)
         cells.append(
             [
                 row.label,
                 f"{row.rate:g}",
                 str(row.seeds),
-                *(_cost_cells(row.cost, base) if row.cost else [f"not in {row.rounds}", *"––––"]),
+                *(figures if row.reached else [f"> {figure}" for figure in figures]),
                 f"{'' if row.whole else '≥ '}{100 * row.best:.2f}{spread}",
             ]
         )
@@ -351,15 +357,14 @@ def to_markdown(header: Sequence[str], cells: Sequence[Sequence[str]]) -> str:
 
 
 def to_csv(rows: Sequence[Row]) -> str:
-    """One line per method, figures unrounded; empty where the target was not reached."""
+    """One line per method, figures unrounded."""
     out = io.StringIO()
-    names = [item.name for item in fields(Cost)]
     writer = csv.writer(out)
-    writer.writerow(["method", "rate", "seeds", "played", *names, "best", "std"])
+    names = [item.name for item in fields(Cost)]
+    writer.writerow(["method", "rate", "seeds", "played", "reached", *names, "best", "std"])
     for row in rows:
-        values = [getattr(row.cost, n) if row.cost else "" for n in names]
-        figures = [*values, row.best, "" if row.spread is None else row.spread]
-        writer.writerow([row.label, row.rate, row.seeds, row.rounds, *figures])
+        figures = [*astuple(row.cost), row.best, "" if row.spread is None else row.spread]
+        writer.writerow([row.label, row.rate, row.seeds, row.rounds, row.reached, *figures])
     return out.getvalue()
 
 

@@ -7,10 +7,14 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
+from itertools import chain, repeat
 
+from rich.box import SIMPLE_HEAD
 from rich.console import Console, JustifyMethod
 from rich.table import Table
 from rich.text import Text
+
+NAME = 20  # a name of so many characters is not folded
 
 out = Console(highlight=False, markup=False, emoji=False)
 err = Console(stderr=True, highlight=False, markup=False, emoji=False)
@@ -38,11 +42,15 @@ def emit_json(document: Mapping[str, object]) -> None:
 
 
 def table(title: str, columns: Sequence[str], rows: Sequence[Sequence[object]]) -> Table:
-    """Build a table; a column whose title starts with '>' is aligned to the right."""
-    view = Table(title=title, title_justify="left", header_style="bold", expand=False)
-    for column in columns:
+    """Build a table; a column whose title starts with '>' is aligned to the right.
+
+    Where there is too little room numbers are folded before names, which come first.
+    """
+    view = Table(title=title, title_justify="left", box=SIMPLE_HEAD, padding=(0, 1, 0, 0))
+    short = all(len(str(row[0])) <= NAME for row in rows)
+    for column, whole in zip(columns, chain([short], repeat(False)), strict=False):
         side: JustifyMethod = "right" if column.startswith(">") else "left"
-        view.add_column(column.removeprefix(">"), justify=side, overflow="fold")
+        view.add_column(column.removeprefix(">"), justify=side, overflow="fold", no_wrap=whole)
     for row in rows:
         view.add_row(*map(str, row))
     return view

@@ -13,7 +13,6 @@ from typing import Annotated, Any
 
 import numpy as np
 import typer
-from rich import box
 
 from anycostfl import config, fleet, planner
 from anycostfl.checks import FloatArray
@@ -118,9 +117,8 @@ def _show(planned: Planned, *, as_json: bool) -> None:
         emit_json({"title": planned.title, "devices": records, "summary": summary})
         return
     latency = f"at most {planned.devices.latency_s.max():g} s"
-    view = table(f"{planned.title}, {latency}", COLUMNS, [_cells(item) for item in records])
-    view.box, view.padding, view.pad_edge = box.SIMPLE_HEAD, (0, 1, 0, 0), False
-    out.print(view)
+    title = f"{planned.title}, {latency}"
+    out.print(table(title, COLUMNS, [_cells(item) for item in records]))
     say(LEGEND)
     for i, item in enumerate(records):
         if not item["feasible"]:
