@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import time
@@ -11,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from anycostfl.cli._rounds import MISHAPS, in_words
 from command_line import PROGRAM, Call, program, sets
 
 
@@ -18,12 +20,50 @@ def test_a_run_ends_with_a_summary_and_a_folder(tmp_path: Path) -> None:
     done = program("run", *sets(tmp_path, "run.rounds=2"), "--workers", "1", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     assert "round    2  accuracy" in done.stdout
-    assert "simulated minutes" in done.stdout
+    assert re.search(r"MB up \(1/\d+ of whole models\), [\d.]+ MB down", done.stdout)
     names = {path.name for path in (tmp_path / "runs/demo-1").iterdir()}
     assert names == {
         "config.toml", "environment.json", "rounds.jsonl", "rounds.copy.jsonl", "timing.jsonl",
         "checkpoint-2.safetensors", "curves.png", "report.html", "lock",
     }  # fmt: skip
+
+
+def test_what_a_run_came_to_is_told_in_words() -> None:
+    summary = {
+        "final_accuracy": 0.8125,
+        "best_accuracy": 0.838,
+        "simulated_minutes": 0.9152,
+        "energy_kj": 1234.5,
+        "uploaded_mb": 82.26,
+        "downloaded_mb": 2239.4,
+        "mean_alpha": 0.7184,
+        "mean_beta": 0.03304,
+        "target_accuracy": 0.8,
+        "rounds_to_target": 35,
+        "minutes_to_target": 0.5822,
+        "kj_to_target": 174.6,
+        **dict.fromkeys(MISHAPS, 0),
+    }
+    usual = {
+        "accuracy": "81.25 %, at best 83.80 %",
+        "cost": "0.915 simulated minutes, 1,234 kJ",
+        "bytes": "82.3 MB up, 2,239 MB down",
+        "on average": "α 0.72, β 0.0330",
+        "to 80 %": "35 rounds, 0.582 simulated minutes, 175 kJ",
+    }
+    assert dict(in_words(summary, "")) == usual
+    unlucky = summary | {
+        "final_accuracy": None,
+        "rounds_to_target": None,
+        "updates_refused": 3,
+        "refused_because": {"digest": 2, "late": 1},
+    }
+    assert dict(in_words(unlucky, "")) == {
+        **{key: usual[key] for key in ("cost", "bytes", "on average")},
+        "to 80 %": "not reached",
+        "refused": "3",
+        "because of": "digest 2, late 1",
+    }
 
 
 def test_a_saved_configuration_repeats_the_run(tmp_path: Path) -> None:

@@ -47,6 +47,8 @@ def table(title: str, columns: Sequence[str], rows: Sequence[Sequence[object]]) 
     Where there is too little room numbers are folded before names, which come first.
     """
     view = Table(title=title, title_justify="left", box=SIMPLE_HEAD, padding=(0, 1, 0, 0))
+    if not any(columns):
+        view.show_header, view.min_width = False, min(len(title), out.width)
     short = all(len(str(row[0])) <= NAME for row in rows)
     for column, whole in zip(columns, chain([short], repeat(False)), strict=False):
         side: JustifyMethod = "right" if column.startswith(">") else "left"

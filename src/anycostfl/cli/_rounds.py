@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
@@ -18,6 +19,16 @@ from anycostfl.records import PAGE, totals
 from anycostfl.report import draw_curves, summarise, write_page
 from anycostfl.runs import Stopped
 from anycostfl.types import RoundRecord
+
+MISHAPS = {
+    "devices_sat_out": "sat out",
+    "devices_failed": "failed",
+    "updates_refused": "refused",
+    "refused_because": "because of",
+    "updates_left_out": "left out",
+    "devices_benched": "devices benched",
+    "rounds_benched": "rounds benched",
+}
 
 
 def free_folder(name: str) -> Path:
@@ -110,8 +121,9 @@ def conclude(
     if json:
         emit_json({"folder": str(folder), "stopped": stopped, **summary})
         return
-    rows = [(key.replace("_", " "), shown(value)) for key, value in summary.items()]
-    out.print(table(f"{config.summary or folder.name}: {len(records)} rounds", ("", ">"), rows))
+    title = f"{config.summary or folder.name}: {len(records)} rounds of {config.run.method}"
+    share = _share_of_whole_models(config, records)
+    out.print(table(title, ("", ""), list(in_words(summary, share))))
     say(f"Everything is in {folder}; to look at it, open {folder / PAGE}")
 
 
@@ -140,10 +152,44 @@ def _write_views(
         note(str(error))
 
 
-def shown(value: object) -> str:
-    """A figure of a summary as a person reads it."""
-    if value is None:
-        return "not reached"
-    if isinstance(value, dict):
-        return ", ".join(f"{key} {count}" for key, count in value.items()) or "–"
-    return f"{value:.4g}" if isinstance(value, float) else str(value)
+def in_words(summary: Mapping[str, Any], share: str) -> Iterator[tuple[str, str]]:
+    """What a run came to, for a person; what did not happen is not mentioned."""
+    if summary["final_accuracy"] is not None:
+        final, best = 100 * summary["final_accuracy"], 100 * summary["best_accuracy"]
+        yield "accuracy", f"{final:.2f} %, at best {best:.2f} %"
+    yield "cost", spent(summary["simulated_minutes"], summary["energy_kj"])
+    up, down = (_short(summary[key]) for key in ("uploaded_mb", "downloaded_mb"))
+    yield "bytes", f"{up} MB up{share}, {down} MB down"
+    yield "on average", f"α {summary['mean_alpha']:.2f}, β {summary['mean_beta']:.4f}"
+    goal, rounds = f"to {100 * summary['target_accuracy']:g} %", summary["rounds_to_target"]
+    if rounds is None:
+        yield goal, "not reached"
+    else:
+        cost = spent(summary["minutes_to_target"], summary["kj_to_target"])
+        yield goal, f"{rounds} rounds, {cost}"
+    for key, title in MISHAPS.items():
+        if summary[key]:
+            yield title, _counted(summary[key])
+
+
+def _counted(value: int | Mapping[str, int]) -> str:
+    if isinstance(value, int):
+        return str(value)
+    return ", ".join(f"{cause} {times}" for cause, times in value.items())
+
+
+def spent(minutes: float, kilojoules: float) -> str:
+    """Time and energy as a person reads them."""
+    return f"{_short(minutes)} simulated minutes, {_short(kilojoules)} kJ"
+
+
+def _short(value: float) -> str:
+    """Three digits, or all before the point."""
+    return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
+
+
+def _share_of_whole_models(config: Config, records: Sequence[RoundRecord]) -> str:
+    """How many times less was uploaded than as many whole models take, if it was."""
+    sizes = [d.bytes_up for record in records for d in record.devices if d.bytes_up]
+    whole = len(sizes) * config.workload.size_bits / 8
+    return f" (1/{whole / sum(sizes):.0f} of whole models)" if whole > 2 * sum(sizes) else ""

@@ -8,6 +8,7 @@ from typing import Annotated
 import typer
 
 from anycostfl.cli._console import emit_json, note, out, say, table
+from anycostfl.cli._rounds import MISHAPS
 from anycostfl.records import PAGE
 from anycostfl.report import write_page
 
@@ -47,6 +48,7 @@ def report(
     rows = [
         [title, *(_cell(run["summary"][key], factor) for run in found)]
         for key, title, factor in SHOWN
+        if key not in MISHAPS or any(run["summary"][key] for run in found)
     ]
     out.print(table("", ("", *(f">{run['name']}" for run in found)), rows))
     say(f"Open {path}")

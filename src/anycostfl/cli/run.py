@@ -12,7 +12,7 @@ import typer
 from anycostfl import methods
 from anycostfl.cli._console import emit_json, note, out, say, table
 from anycostfl.cli._engine import find_engine
-from anycostfl.cli._rounds import conclude, follow, free_folder, longer, shown
+from anycostfl.cli._rounds import conclude, follow, free_folder, longer, spent
 from anycostfl.config import Config, load_preset, profiles_of, to_toml
 from anycostfl.data import DataMissing
 from anycostfl.errors import ConfigError
@@ -116,5 +116,8 @@ def _show_plan(config: Config, *, json: bool) -> None:
         emit_json({"config": to_toml(config), "expected": expected})
         return
     sys.stdout.write(to_toml(config) + "\n")
-    rows = [(key.replace("_", " "), shown(value)) for key, value in expected.items()]
-    out.print(table("expected, from the plans of the first rounds", ("", ">"), rows))
+    rows = [
+        ("rounds", f"{rounds}, with {expected['devices_per_round']:g} devices each"),
+        ("cost", spent(expected["simulated_minutes"], expected["energy_kj"])),
+    ]
+    out.print(table("expected, from the plans of the first rounds", ("", ""), rows))
