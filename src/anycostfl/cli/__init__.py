@@ -33,7 +33,7 @@ def build_app() -> typer.Typer:
     )
     app.callback()(_root)
     for file in sorted(Path(__file__).parent.glob("[!_]*.py")):
-        app.command(file.stem, help=_summary(file))(_root)
+        app.command(file.stem, help=_words_of(file))(_root)  # stands in until it is asked for
     return app
 
 
@@ -44,11 +44,13 @@ class _Commands(TyperGroup):
         self, ctx: click.Context, args: list[str]
     ) -> tuple[str | None, click.Command | None, list[str]]:
         """The command that the words name, with all of its options."""
-        name, _, rest = super().resolve_command(ctx, args)
-        module = importlib.import_module(f"{__name__}.{name}")
-        alone = _new_app()
-        alone.command(name)(getattr(module, str(name)))
-        return name, typer.main.get_command(alone), rest
+        name, known, rest = super().resolve_command(ctx, args)
+        if name and known:
+            module = importlib.import_module(f"{__name__}.{name}")
+            alone = _new_app()
+            alone.command(name, help=known.help)(getattr(module, name))
+            known = typer.main.get_command(alone)
+        return name, known, rest
 
 
 def _new_app(**options: Any) -> typer.Typer:
@@ -62,11 +64,12 @@ def _new_app(**options: Any) -> typer.Typer:
     )
 
 
-def _summary(file: Path) -> str:
-    """What a command does, read from its file and not imported."""
+def _words_of(file: Path) -> str:
+    """What a command does, read from its file and not imported; a line is a paragraph."""
     body = ast.parse(file.read_bytes()).body
     command = next(x for x in body if isinstance(x, ast.FunctionDef) and x.name == file.stem)
-    return ast.get_docstring(command) or ""
+    paragraphs = (ast.get_docstring(command) or "").split("\n\n")
+    return "\n\n".join(" ".join(paragraph.split()) for paragraph in paragraphs)
 
 
 def _show_version(asked: bool) -> None:

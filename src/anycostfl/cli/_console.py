@@ -8,7 +8,9 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from itertools import chain, repeat
+from typing import Annotated
 
+import typer
 from rich.box import SIMPLE_HEAD
 from rich.console import Console, JustifyMethod
 from rich.table import Table
@@ -34,6 +36,9 @@ def note(*remarks: str) -> None:
     """Say what is worth knowing but stops nothing, on stderr."""
     for remark in remarks:
         err.print(Text.assemble(("note:", "yellow"), f" {remark}"), soft_wrap=True)
+
+
+Json = Annotated[bool, typer.Option("--json", help="One JSON document on stdout, nothing else")]
 
 
 def emit_json(document: Mapping[str, object]) -> None:

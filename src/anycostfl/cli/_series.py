@@ -22,17 +22,14 @@ from anycostfl.workers import count_workers
 EVERY = 10  # rounds between two lines of progress
 OTHERWISE, AGAIN = "Choose another --out", "The same command tries again"
 
-Preset = Annotated[str, typer.Argument(help="A preset, or a .toml file")]
 Target = Annotated[float | None, typer.Option(help="Accuracy to reach, else as the preset says")]
 Rounds = Annotated[int | None, typer.Option(help="At most so many, else as the preset says")]
 Rates = Annotated[str, typer.Option(help="Learning rates to try each, with commas")]
 Trial = Annotated[int, typer.Option(min=1, help="Rounds after which a rate is judged")]
-Overrides = Annotated[list[str] | None, typer.Option("--set", help="section.key=value")]
 OutDir = Annotated[Path | None, typer.Option("--out", help="Folder of all runs")]
 Workers = Annotated[int, typer.Option(help="Processes; 0 is one per core")]
 Background = Annotated[bool, typer.Option("--background", help="Return at once, go on alone")]
 OnlyShow = Annotated[bool, typer.Option("--show", help="Only show what is done")]
-Json = Annotated[bool, typer.Option("--json", help="One JSON document at the end")]
 
 
 def asked(

@@ -12,7 +12,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor
 
-from anycostfl.cli._console import emit_json, out, table
+from anycostfl.cli._console import Json, emit_json, out, table
 from anycostfl.errors import AnycostError, UpdateError
 
 SWEEP = (4, 8, 15, 25, 40, 65, 100, 160, 250, 400, 630, 1000)
@@ -37,18 +37,18 @@ class Result:
 
 
 def codec(
-    file: Annotated[Path, typer.Argument(help="An update: tensors by name.", dir_okay=False)],
-    beta: Annotated[float, typer.Option(help="Payload bits over 32 bits per element.")] = 0.02,
-    name: Annotated[str, typer.Option("--codec", help="kernel, kernel+ or lowrank.")] = "kernel",
-    seed: Annotated[int, typer.Option(help="Seed of the quantizer's draws.")] = 0,
+    file: Annotated[Path, typer.Argument(help="An update: tensors by name", dir_okay=False)],
+    beta: Annotated[float, typer.Option(help="Payload bits over 32 bits per element")] = 0.02,
+    name: Annotated[str, typer.Option("--codec", help="kernel, kernel+ or lowrank")] = "kernel",
+    seed: Annotated[int, typer.Option(help="Seed of the quantizer's draws")] = 0,
     block: Annotated[
         list[str] | None,
-        typer.Option(help="NAME=N: N consecutive inputs of this weight belong to one channel."),
+        typer.Option(help="NAME=N: N consecutive inputs of this weight belong to one channel"),
     ] = None,
     sweep: Annotated[
-        Path | None, typer.Option(help="Also draw error against bytes into this image.")
+        Path | None, typer.Option(help="Also draw error against bytes into this image")
     ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of tables.")] = False,
+    as_json: Json = False,
 ) -> None:
     """Compress one update, decode it, and show size, error, time and where the bytes went."""
     update = _load(file)

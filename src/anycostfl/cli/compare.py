@@ -11,15 +11,13 @@ from typing import Annotated
 import typer
 
 from anycostfl import methods
-from anycostfl.cli._console import emit_json, say
+from anycostfl.cli._console import Json, emit_json, say
+from anycostfl.cli._options import Overrides, Preset
 from anycostfl.cli._series import (
     AGAIN,
     Background,
-    Json,
     OnlyShow,
     OutDir,
-    Overrides,
-    Preset,
     Rates,
     Rounds,
     Target,
@@ -57,7 +55,7 @@ from anycostfl.report import draw_curves
 def compare(
     preset: Preset,
     method_names: Annotated[
-        str, typer.Option("--methods", help="all, or names with commas")
+        str, typer.Option("--methods", help=f"all, or of {', '.join(methods.names())}, with commas")
     ] = "all",
     seeds: Annotated[int, typer.Option(help="Runs of each method: run.seed, the next, …")] = 1,
     target: Target = None,

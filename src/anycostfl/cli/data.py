@@ -8,17 +8,18 @@ from typing import Annotated
 import numpy as np
 import typer
 
-from anycostfl.cli._console import emit_json, out, say, table
+from anycostfl.cli._console import Json, emit_json, out, say, table
+from anycostfl.cli._options import Overrides, Preset
 from anycostfl.config import load_preset
 from anycostfl.experiment import load_data
 from anycostfl.report import draw_partition
 
 
 def data(
-    preset: Annotated[str, typer.Argument(help="A preset, or a .toml file")] = "demo",
-    set_: Annotated[list[str] | None, typer.Option("--set", help="section.key=value")] = None,
+    preset: Preset = "demo",
+    set_: Overrides = None,
     plot: Annotated[Path | None, typer.Option(help="Draw who holds what into this file")] = None,
-    json: Annotated[bool, typer.Option("--json", help="One JSON document instead")] = False,
+    json: Json = False,
 ) -> None:
     """Show the dataset of a preset and how it is split over the fleet."""
     config = load_preset(preset, set_ or [])

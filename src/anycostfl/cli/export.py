@@ -10,7 +10,7 @@ from typing import Annotated
 import typer
 
 from anycostfl import export as exporting
-from anycostfl.cli._console import emit_json, err, note, out, say, table
+from anycostfl.cli._console import Json, emit_json, err, note, out, say, table
 from anycostfl.errors import ConfigError
 from anycostfl.export import FORMATS, TABLE_ALPHAS, Trained, Width
 
@@ -31,7 +31,7 @@ def export(
     table_: Annotated[
         bool, typer.Option("--table", help="Measure several widths; also into RUN/widths.json")
     ] = False,
-    json: Annotated[bool, typer.Option("--json", help="One JSON document instead")] = False,
+    json: Json = False,
 ) -> None:
     """Cut the model of a run to any width and write it for a device, checked against PyTorch.
 

@@ -13,7 +13,9 @@ from typing import Annotated
 
 import typer
 
+from anycostfl.cli._console import Json
 from anycostfl.cli._flower import need_flower
+from anycostfl.cli._options import Overrides
 from anycostfl.cli.serve import serve
 
 MEMBERS = (
@@ -28,8 +30,8 @@ MEMBERS = (
 def fleet(
     rounds: Annotated[int, typer.Option(help="How long to train")] = 4,
     out_dir: Annotated[Path | None, typer.Option("--out", help="Run directory")] = None,
-    set_: Annotated[list[str] | None, typer.Option("--set", help="section.key=value")] = None,
-    json: Annotated[bool, typer.Option("--json", help="One JSON document at the end")] = False,
+    set_: Overrides = None,
+    json: Json = False,
 ) -> None:
     """Train on one server and four device processes, with TLS and keys, and stop by itself.
 

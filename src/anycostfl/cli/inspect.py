@@ -13,7 +13,7 @@ import typer
 from torch import Tensor, nn
 
 from anycostfl import models
-from anycostfl.cli._console import emit_json, out, say, table
+from anycostfl.cli._console import Json, emit_json, out, say, table
 from anycostfl.coupling import Group
 from anycostfl.errors import ConfigError, UnknownName
 from anycostfl.shrink import ElasticModel, SubModel
@@ -32,7 +32,7 @@ def inspect(
     shape: Annotated[
         str, typer.Option("--input", help="Shape of one sample, for your own model: 3,32,32")
     ] = "",
-    json: Annotated[bool, typer.Option("--json", help="One JSON document instead")] = False,
+    json: Json = False,
 ) -> None:
     """Show which channels of a model move together and what a sub-model of factor ALPHA costs."""
     module, example = _load(model, shape)

@@ -13,6 +13,7 @@ import typer
 
 from anycostfl.cli._console import err
 from anycostfl.cli._flower import need_flower
+from anycostfl.cli._options import PROFILES
 from anycostfl.config import load_profile
 from anycostfl.errors import ConfigError
 from anycostfl.profile.network import parse_address
@@ -23,7 +24,7 @@ def join(
     device: Annotated[int, typer.Option(min=0, help="Its number in the fleet, from 0")],
     key: Annotated[Path | None, typer.Option(help="Its private key")] = None,
     trust: Annotated[Path | None, typer.Option(help="ca.crt of the server")] = None,
-    profile: Annotated[str, typer.Option(help="What it is: a profile, or a .toml file")] = "",
+    profile: Annotated[str, typer.Option(help=f"What it is: {PROFILES}")] = "",
     rate_bps: Annotated[
         float, typer.Option(help="Uplink in bits per second; 0 is as the profile says")
     ] = 0.0,

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from anycostfl.cli._console import emit_json, note, out, say, table
+from anycostfl.cli._console import Json, emit_json, note, out, say, table
 from anycostfl.cli._flower import need_flower
 from anycostfl.errors import ConfigError
 
@@ -18,7 +18,7 @@ def keys(
         list[str] | None, typer.Option(help="Name or address by which devices reach the server")
     ] = None,
     folder: Annotated[Path, typer.Option("--out", help="Where the keys lie")] = Path("keys"),
-    json: Annotated[bool, typer.Option("--json", help="One JSON document instead")] = False,
+    json: Json = False,
 ) -> None:
     """Make what is missing: an authority, the server's certificate, a key for every device named.
 

@@ -17,7 +17,8 @@ import typer
 from anycostfl import config, fleet, planner
 from anycostfl.checks import FloatArray
 from anycostfl.cli import _plan_plots
-from anycostfl.cli._console import emit_json, out, say, table
+from anycostfl.cli._console import Json, emit_json, out, say, table
+from anycostfl.cli._options import PRESETS, PROFILES, Overrides
 from anycostfl.cli._plan_plots import Planned, plan_as_asked
 from anycostfl.types import Binds, Reason
 
@@ -37,21 +38,21 @@ LEGEND = "binds: T latency, E energy, - and + the least and the largest allowed 
 
 def plan(
     *,
-    preset: Annotated[str, typer.Option(help="A preset's name, or a .toml file.")] = "fmnist-iid",
+    preset: Annotated[str, typer.Option(help=PRESETS)] = "fmnist-iid",
     round_: Annotated[
-        int | None, typer.Option("--round", min=0, help="Which round to plan; the first if none.")
+        int | None, typer.Option("--round", min=0, help="Which round to plan; the first if none")
     ] = None,
-    seed: Annotated[int | None, typer.Option(min=0, help="Instead of the preset's seed.")] = None,
-    device: Annotated[str | None, typer.Option(help="One device profile, not a cohort.")] = None,
-    latency: Annotated[float | None, typer.Option(help="Its latency budget in seconds.")] = None,
-    energy: Annotated[float | None, typer.Option(help="Its energy budget in joules.")] = None,
-    distance: Annotated[float | None, typer.Option(help="Its distance in metres.")] = None,
-    samples: Annotated[float | None, typer.Option(help="Its number of samples.")] = None,
-    set_: Annotated[
-        list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Change the preset.")
+    seed: Annotated[int | None, typer.Option(min=0, help="Instead of the preset's seed")] = None,
+    device: Annotated[
+        str | None, typer.Option(help=f"One device, not a cohort: {PROFILES}")
     ] = None,
-    json_: Annotated[bool, typer.Option("--json", help="One JSON document instead.")] = False,
-    plot: Annotated[Path | None, typer.Option(help="Also draw a figure into this file.")] = None,
+    latency: Annotated[float | None, typer.Option(help="Its latency budget in seconds")] = None,
+    energy: Annotated[float | None, typer.Option(help="Its energy budget in joules")] = None,
+    distance: Annotated[float | None, typer.Option(help="Its distance in metres")] = None,
+    samples: Annotated[float | None, typer.Option(help="Its number of samples")] = None,
+    set_: Overrides = None,
+    json_: Json = False,
+    plot: Annotated[Path | None, typer.Option(help="Also draw a figure into this file")] = None,
 ) -> None:
     """Plan (α, β, f) of every device of a round, or of one device, under its budgets."""
     settings = config.load_preset(preset, set_ or [])

@@ -9,7 +9,8 @@ from typing import Annotated
 import typer
 
 from anycostfl import profile as profiling
-from anycostfl.cli._console import emit_json, err, note, out, say, table
+from anycostfl.cli._console import Json, emit_json, err, note, out, say, table
+from anycostfl.cli._options import Overrides, Preset
 from anycostfl.config import load_preset, load_profile
 from anycostfl.errors import ConfigError
 from anycostfl.profile import Measurement
@@ -20,8 +21,8 @@ GOOD_ENOUGH = 0.15
 
 
 def profile(
-    preset: Annotated[str, typer.Argument(help="A preset, or a .toml file")] = "demo",
-    set_: Annotated[list[str] | None, typer.Option("--set", help="section.key=value")] = None,
+    preset: Preset = "demo",
+    set_: Overrides = None,
     out_file: Annotated[Path, typer.Option("--out", help="File to write")] = Path("device.toml"),
     name: Annotated[str, typer.Option(help="The device's name; else what the machine says")] = "",
     server: Annotated[str, typer.Option(help="HOST:PORT of a sink, to measure the uplink")] = "",
@@ -30,7 +31,7 @@ def profile(
     ] = None,
     threads: Annotated[int, typer.Option(help="To train with; 0 is one per core")] = 0,
     repeats: Annotated[int, typer.Option(help="Repetitions at each width")] = 15,
-    json: Annotated[bool, typer.Option("--json", help="One JSON document instead")] = False,
+    json: Json = False,
 ) -> None:
     """Measure how fast and how hungry this machine trains, for `plan`, `run` and real fleets."""
     if listen_ is not None:

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from anycostfl.cli._console import emit_json, note, out, say, table
+from anycostfl.cli._console import Json, emit_json, note, out, say, table
 from anycostfl.cli._rounds import MISHAPS
 from anycostfl.records import PAGE
 from anycostfl.report import write_page
@@ -33,7 +33,7 @@ def report(
     out_file: Annotated[
         Path | None, typer.Option("--out", help="The page; else RUN/report.html or comparison.html")
     ] = None,
-    json: Annotated[bool, typer.Option("--json", help="One JSON document instead")] = False,
+    json: Json = False,
 ) -> None:
     """Write a page about one run, or one that compares several; it opens without a network."""
     path = out_file or (runs[0] / PAGE if len(runs) == 1 else Path("comparison.html"))

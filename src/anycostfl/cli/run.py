@@ -10,8 +10,9 @@ from typing import Annotated
 import typer
 
 from anycostfl import methods
-from anycostfl.cli._console import emit_json, note, out, say, table
+from anycostfl.cli._console import Json, emit_json, note, out, say, table
 from anycostfl.cli._engine import find_engine
+from anycostfl.cli._options import MaybePreset, Overrides
 from anycostfl.cli._rounds import conclude, follow, free_folder, longer, spent
 from anycostfl.config import Config, load_preset, profiles_of, to_toml
 from anycostfl.data import DataMissing
@@ -24,16 +25,14 @@ from anycostfl.workers import count_workers
 
 
 def run(
-    preset: Annotated[
-        str | None, typer.Argument(help="A preset, or a .toml file; demo if none is given")
-    ] = None,
-    set_: Annotated[list[str] | None, typer.Option("--set", help="section.key=value")] = None,
+    preset: MaybePreset = None,
+    set_: Overrides = None,
     out_dir: Annotated[Path | None, typer.Option("--out", help="Run directory")] = None,
     resume: Annotated[Path | None, typer.Option(help="Go on with this run directory")] = None,
     workers: Annotated[int, typer.Option(help="Processes; 0 is one per core")] = 0,
     engine: Annotated[str, typer.Option(help="Where devices run: own, or flower (Ray)")] = "own",
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Only show what would happen")] = False,
-    json: Annotated[bool, typer.Option("--json", help="One JSON document at the end")] = False,
+    json: Json = False,
     rounds: Annotated[
         int | None, typer.Option(min=1, help="How many in all, else as the preset or the run says")
     ] = None,

@@ -11,8 +11,9 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from anycostfl.cli._console import note, out, say, table
+from anycostfl.cli._console import Json, note, out, say, table
 from anycostfl.cli._flower import hush_flower, need_flower
+from anycostfl.cli._options import MaybePreset, Overrides
 from anycostfl.cli._rounds import conclude, follow, free_folder, longer
 from anycostfl.config import Config, load_preset, to_toml
 from anycostfl.errors import ConfigError
@@ -26,10 +27,8 @@ if TYPE_CHECKING:
 
 
 def serve(
-    preset: Annotated[
-        str | None, typer.Argument(help="A preset, or a .toml file; demo if none is given")
-    ] = None,
-    set_: Annotated[list[str] | None, typer.Option("--set", help="section.key=value")] = None,
+    preset: MaybePreset = None,
+    set_: Overrides = None,
     out_dir: Annotated[Path | None, typer.Option("--out", help="Run directory")] = None,
     resume: Annotated[Path | None, typer.Option(help="Go on with this run directory")] = None,
     host: Annotated[str, typer.Option(help="Address to listen on")] = "0.0.0.0",  # noqa: S104
@@ -44,7 +43,7 @@ def serve(
     min_replies: Annotated[int, typer.Option(help="Below, a round changes nothing")] = 1,
     deadline_s: Annotated[float, typer.Option(help="Of a round, in seconds")] = 120.0,
     patience_s: Annotated[float, typer.Option(help="How long to wait for devices")] = 600.0,
-    json: Annotated[bool, typer.Option("--json", help="One JSON document at the end")] = False,
+    json: Json = False,
     rounds: Annotated[
         int | None, typer.Option(min=1, help="How many in all, else as the preset or the run says")
     ] = None,

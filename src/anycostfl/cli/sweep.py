@@ -14,15 +14,13 @@ from typing import Annotated
 import typer
 
 from anycostfl import methods
-from anycostfl.cli._console import emit_json, say
+from anycostfl.cli._console import Json, emit_json, say
+from anycostfl.cli._options import Overrides, Preset
 from anycostfl.cli._series import (
     AGAIN,
     Background,
-    Json,
     OnlyShow,
     OutDir,
-    Overrides,
-    Preset,
     Rates,
     Rounds,
     Target,
