@@ -49,7 +49,8 @@ class Server:
     """What the server keeps: weights, momentum, the public model, who is benched."""
 
     def __init__(self, config: Config, start: Snapshot | None = None) -> None:
-        self.config, self.side = config, prepare(config)
+        self.config, self.limits = config, config.limits_of(config.run.method)
+        self.side = prepare(config)
         self.net, self.method = self.side.net, self.side.method
         self.rules = config.aggregation
         if self.rules.momentum is None:
@@ -82,10 +83,8 @@ class Server:
 
     def plan(self, number: int, cohort: Cohort, drawn: Sequence[int]) -> Round:
         """The strategy of every device (Sec. IV), and what those who can afford one are told."""
-        config = self.config
-        limits = config.limits_of(config.run.method)
-        strategies = self.method.plan(cohort.devices, config.workload, limits)
-        assignments = assign(config, self.side, cohort, strategies, number)
+        strategies = self.method.plan(cohort.devices, self.config.workload, self.limits)
+        assignments = assign(self.config, self.side, cohort, strategies, number)
         return Round(number, cohort, strategies, assignments, drawn)
 
     def showing(self) -> AbstractContextManager[None]:
