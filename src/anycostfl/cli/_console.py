@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from itertools import chain, repeat
 from typing import Annotated
 
 import typer
@@ -55,8 +54,9 @@ def table(title: str, columns: Sequence[str], rows: Sequence[Sequence[object]]) 
     if not any(columns):
         view.show_header, view.min_width = False, min(len(title), out.width)
     short = all(len(str(row[0])) <= NAME for row in rows)
-    for column, whole in zip(columns, chain([short], repeat(False)), strict=False):
+    for number, column in enumerate(columns):
         side: JustifyMethod = "right" if column.startswith(">") else "left"
+        whole = short and number == 0
         view.add_column(column.removeprefix(">"), justify=side, overflow="fold", no_wrap=whole)
     for row in rows:
         view.add_row(*map(str, row))

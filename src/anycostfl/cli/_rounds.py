@@ -169,10 +169,11 @@ def in_words(summary: Mapping[str, Any], share: str) -> Iterator[tuple[str, str]
         yield goal, f"{rounds} rounds, {cost}"
     for key, title in MISHAPS.items():
         if summary[key]:
-            yield title, _counted(summary[key])
+            yield title, counted(summary[key])
 
 
-def _counted(value: int | Mapping[str, int]) -> str:
+def counted(value: int | Mapping[str, int]) -> str:
+    """How often something happened, perhaps by its cause."""
     if isinstance(value, int):
         return str(value)
     return ", ".join(f"{cause} {times}" for cause, times in value.items())

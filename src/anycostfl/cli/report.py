@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from anycostfl.cli._console import Json, emit_json, note, out, say, table
-from anycostfl.cli._rounds import MISHAPS
+from anycostfl.cli._rounds import MISHAPS, counted
 from anycostfl.records import PAGE
 from anycostfl.report import write_page
 
@@ -58,5 +58,5 @@ def _cell(value: object, factor: float) -> str:
     if isinstance(value, float):
         return f"{factor * value:.4g}"
     if isinstance(value, dict):
-        value = ", ".join(f"{cause} {times}" for cause, times in value.items())
+        value = counted(value)
     return "–" if value in (None, "") else str(value)
