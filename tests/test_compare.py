@@ -20,6 +20,7 @@ from anycostfl.compare import (
     Cost,
     Records,
     Series,
+    Spent,
     as_cells,
     cost_of,
     cost_to,
@@ -54,8 +55,8 @@ def test_costs_by_hand(tmp_path: Path) -> None:
     config = replace(config, workload=replace(config.workload, flops_per_sample=1e9))
     records = rounds_of(0.1, None, 0.7, 0.6)
     assert cost_of(records, config) == pytest.approx(Cost(4, 12e-3, 20 / 60, 0.6, 120e-9))
-    assert cost_to(records, config, 0.7) == cost_of(records[:3], config)
-    assert cost_to(records, config, 0.71) is None
+    assert cost_to(records, config, 0.7) == Spent(cost_of(records[:3], config), reached=True)
+    assert cost_to(records, config, 0.71) == Spent(cost_of(records, config), reached=False)
     assert reached(0.7)(records)
     assert not reached(0.71)(records)
     assert score(rounds_of(0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8), 8) == pytest.approx(0.7)

@@ -51,6 +51,9 @@ def test_heterogeneity_trains_only_what_plans_otherwise(tmp_path: Path) -> None:
     assert "stc-lr0.05-seed0" in trained
     assert not [name for name in trained if name.startswith("stc-lr0.05-seed0-")]
     assert "anycostfl-lr0.05-seed0-compute3e-27" in trained
+    shown = call(tmp_path, *words, "--target", "1", "--show")["compute"]
+    assert isinstance(shown, dict)
+    assert shown["stc"] == [[x, {**costs, "reached": False}] for x, costs in found["stc"]]
 
 
 def test_spreads_change_the_fleet(tmp_path: Path) -> None:

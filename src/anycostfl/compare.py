@@ -200,10 +200,19 @@ def cost_of(records: Records, config: Config) -> Cost:
     )
 
 
-def cost_to(records: Records, config: Config, target: float) -> Cost | None:
-    """What it cost until the target accuracy was first seen; None if it was not."""
+@dataclass(frozen=True, slots=True)
+class Spent:
+    """What was spent until the target accuracy was first seen, or in vain."""
+
+    cost: Cost
+    reached: bool
+
+
+def cost_to(records: Records, config: Config, target: float) -> Spent:
+    """What it cost until the target accuracy was first seen, else all of it."""
     hit = next((i for i, r in enumerate(records) if (r.accuracy or 0.0) >= target), None)
-    return None if hit is None else cost_of(records[: hit + 1], config)
+    until = len(records) if hit is None else hit + 1
+    return Spent(cost_of(records[:until], config), hit is not None)
 
 
 def recost(records: Records, config: Config) -> Records | None:
@@ -276,16 +285,15 @@ class Row:
 
 def make_row(label: str, runs: Sequence[tuple[Config, Records]], target: float) -> Row:
     """Summarise the runs of one method, one per seed."""
-    costs = [cost_to(records, config, target) for config, records in runs]
+    spent = [cost_to(records, config, target) for config, records in runs]
     best = [max((r.accuracy or 0.0 for r in records), default=0.0) for _, records in runs]
-    spent = [cost or cost_of(run[1], run[0]) for cost, run in zip(costs, runs, strict=True)]
     return Row(
         label=label,
         rate=runs[0][0].training.learning_rate,
         seeds=len(runs),
         rounds=max(len(records) for _, records in runs),
-        cost=_mean(spent),
-        reached=None not in costs,
+        cost=_mean([each.cost for each in spent]),
+        reached=all(each.reached for each in spent),
         whole=all(len(records) >= config.run.rounds for config, records in runs),
         best=statistics.fmean(best),
         spread=statistics.stdev(best) if len(best) > 1 else None,
@@ -308,10 +316,7 @@ HEADER = ("method", "rate", "seeds", "rounds", "energy kJ", "latency min", "TFLO
 
 
 def as_cells(rows: Sequence[Row], preset: str) -> list[list[str]]:
-    """Rows as text, with the ratio to AnycostFL in brackets and the paper's line below each.
-
-    What did not get to the target costs more than was spent.
-    """
+    """Rows as text, with the ratio to AnycostFL in brackets and the paper's line below each."""
     paper = papers_rows(preset)
     base = next((row.cost for row in rows if row.label == "anycostfl" and row.reached), None)
     cells = []
@@ -323,7 +328,7 @@ def as_cells(rows: Sequence[Row], preset: str) -> list[list[str]]:
                 row.label,
                 f"{row.rate:g}",
                 str(row.seeds),
-                *(figures if row.reached else [f"> {figure}" for figure in figures]),
+                *as_bounds(figures, reached=row.reached),
                 f"{'' if row.whole else '≥ '}{100 * row.best:.2f}{spread}",
             ]
         )
@@ -332,6 +337,11 @@ def as_cells(rows: Sequence[Row], preset: str) -> list[list[str]]:
             figures = _cost_cells(Cost(*costs), Cost(*paper["anycostfl"][:-2]))
             cells.append(["  paper", "", "3", *figures, f"{best:.2f} ± {std:.2f}"])
     return cells
+
+
+def as_bounds(figures: Sequence[str], *, reached: bool) -> list[str]:
+    """What did not get to the target costs more than was spent."""
+    return [figure if reached else f"> {figure}" for figure in figures]
 
 
 def _cost_cells(cost: Cost, base: Cost | None) -> list[str]:

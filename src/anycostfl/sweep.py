@@ -20,10 +20,10 @@ from anycostfl.attacks import LIES
 from anycostfl.compare import (
     CannotCompare,
     Case,
-    Cost,
     Enough,
     Records,
     Series,
+    Spent,
     cost_to,
     lasted,
     make_case,
@@ -44,7 +44,7 @@ SPREADS: Mapping[str, Sequence[float]] = {
 MEAN_DISTANCE_M = 400.0
 WIDTHS = (0.25, 0.375, 0.5, 0.625, 0.75, 0.875, 1.0)
 
-Curves = Mapping[str, Sequence[tuple[float, Cost | None]]]
+Curves = Mapping[str, Sequence[tuple[float, Spent]]]
 
 
 def ablation(series: Series, config: Config) -> dict[str, tuple[Config, Records]]:
@@ -75,7 +75,7 @@ def heterogeneity(
 ) -> Curves:
     """Cost to the target of each method over the spread."""
     target = config.run.target_accuracy
-    curves: dict[str, list[tuple[float, Cost | None]]] = {}
+    curves: dict[str, list[tuple[float, Spent]]] = {}
     for name in names:
         plain = _best_case(series, config, name)
         curves[name] = []

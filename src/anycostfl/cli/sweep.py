@@ -34,7 +34,7 @@ from anycostfl.cli._series import (
     show,
     working_on,
 )
-from anycostfl.compare import Cost, Series, cost_to, to_markdown
+from anycostfl.compare import Series, Spent, as_bounds, cost_to, to_markdown
 from anycostfl.config import Config
 from anycostfl.errors import ConfigError, MissingExtra
 from anycostfl.records import write_whole, writing_to
@@ -139,17 +139,18 @@ def _write(found: Finding, stem: Path) -> None:
 
 def _ablation(series: Series, config: Config) -> Finding:
     target = config.run.target_accuracy
-    costs = {
+    found = {
         name: cost_to(records, changed, target)
         for name, (changed, records) in ablation(series, config).items()
     }
     header = [f"to {100 * target:g} %", "rounds", *QUANTITIES]
-    cells = [[name, *_cells(cost)] for name, cost in costs.items()]
+    cells = [[name, *_cells(spent)] for name, spent in found.items()]
+    there = {n.removeprefix("anycostfl/"): s.cost for n, s in found.items() if s.reached}
     panels = {
-        title: {n.removeprefix("anycostfl/"): getattr(c, key) for n, c in costs.items() if c}
+        title: {name: getattr(cost, key) for name, cost in there.items()}
         for title, key in QUANTITIES.items()
     }
-    numbers = {name: _numbers(cost) for name, cost in costs.items()}
+    numbers = {name: _numbers(spent) for name, spent in found.items()}
     return Finding(header, cells, numbers, partial(draw_bars, panels))
 
 
@@ -159,22 +160,22 @@ def _heterogeneity(
     curves = heterogeneity(series, config, kind, *over)
     header = ["method", "spread", "rounds", *QUANTITIES]
     cells = [
-        [name, f"{value:g}", *_cells(cost)]
+        [name, f"{value:g}", *_cells(spent)]
         for name, points in curves.items()
-        for value, cost in points
+        for value, spent in points
     ]
     scale = 1e27 if kind == "compute" else 1.0
     panels = {
         title: {
             name: (
-                [scale * value for value, cost in points if cost],
-                [float(getattr(cost, key)) for _, cost in points if cost],
+                [scale * value for value, spent in points if spent.reached],
+                [float(getattr(spent.cost, key)) for _, spent in points if spent.reached],
             )
             for name, points in curves.items()
         }
         for title, key in QUANTITIES.items()
     }
-    numbers = {n: [[value, _numbers(cost)] for value, cost in p] for n, p in curves.items()}
+    numbers = {n: [[value, _numbers(spent)] for value, spent in p] for n, p in curves.items()}
     return Finding(header, cells, numbers, partial(draw_lines, panels, X_LABELS[kind]))
 
 
@@ -209,12 +210,11 @@ def _against(clean: float | None, accuracy: float | None) -> list[str]:
     return [f"{100 * accuracy:.2f}", f"{100 * (accuracy - clean):+.2f}"]
 
 
-def _cells(cost: Cost | None) -> list[str]:
-    if cost is None:
-        return ["not reached", *["–"] * len(QUANTITIES)]
-    return [f"{cost.rounds:.0f}", *(f"{getattr(cost, key):.3f}" for key in QUANTITIES.values())]
+def _cells(spent: Spent) -> list[str]:
+    figures = (f"{getattr(spent.cost, key):.3f}" for key in QUANTITIES.values())
+    return as_bounds([f"{spent.cost.rounds:.0f}", *figures], reached=spent.reached)
 
 
-def _numbers(cost: Cost | None) -> dict[str, float] | None:
-    keys = ("rounds", *QUANTITIES.values())
-    return None if cost is None else {key: float(getattr(cost, key)) for key in keys}
+def _numbers(spent: Spent) -> dict[str, float | bool]:
+    costs = {key: float(getattr(spent.cost, key)) for key in ("rounds", *QUANTITIES.values())}
+    return {"reached": spent.reached, **costs}
