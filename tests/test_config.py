@@ -1,5 +1,6 @@
 """Every file that ships is valid, and a bad one says all that is wrong with it at once."""
 
+import errno
 import tomllib
 from dataclasses import replace
 from importlib import resources
@@ -88,6 +89,14 @@ def test_overrides_are_toml_values_and_bare_words() -> None:
     assert settings.fleet.profiles == ("jetson-nano",)
 
 
+def test_overrides_may_be_numbers_that_toml_does_not_know() -> None:
+    changes = ["fleet.latency_s=.5", "fleet.radius_m=400.", "run.seed=007", "data.path=007"]
+    settings = config.load_preset("fmnist-iid", [*changes, "fleet.bandwidth_shared=True"])
+    assert (settings.fleet.latency_s, settings.fleet.radius_m) == (0.5, 400.0)
+    assert (settings.run.seed, settings.data.path) == (7, "007")
+    assert settings.fleet.bandwidth_shared
+
+
 @pytest.mark.parametrize(
     ("change", "told"),
     [
@@ -114,6 +123,20 @@ def test_unknown_names_list_the_known_ones() -> None:
         config.load_preset("fmnist")
     with pytest.raises(UnknownName, match="jetson-nano, jetson-xavier-nx"):
         config.load_profile("toaster")
+
+
+def test_a_file_that_cannot_be_read_is_a_config_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = tmp_path / "locked.toml"
+    file.touch()
+
+    def refuse(*_: object, **__: object) -> str:
+        raise PermissionError(errno.EACCES, "Permission denied", str(file))
+
+    monkeypatch.setattr(Path, "read_text", refuse)  # root may read anything
+    with pytest.raises(ConfigError, match="cannot be read: Permission denied"):
+        config.load_profile(str(file))
 
 
 def test_a_file_that_is_not_toml_is_a_config_error(tmp_path: Path) -> None:

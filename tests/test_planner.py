@@ -289,6 +289,40 @@ def test_least_budgets_are_enough_and_no_less_is() -> None:
     assert not np.any(too_hungry[devices.latency_s > latency_floor])
 
 
+@pytest.mark.parametrize("limits", [PAPER, replace(PAPER, codec="lowrank")])
+@pytest.mark.parametrize("overhead", [0.0, 0.1])
+def test_the_least_budgets_themselves_are_enough(limits: Limits, overhead: float) -> None:
+    devices = random_devices(np.random.default_rng(12), 3000, overhead=overhead)
+    values = {name: getattr(devices, name) for name in Devices.__slots__}
+    s = plan_strategies(devices, CNN, limits)
+    rich = {**values, "energy_j": np.maximum(devices.energy_j, s.energy_floor_j)}
+    slow = {**values, "latency_s": np.maximum(devices.latency_s, s.latency_floor_s)}
+    for enough in (
+        {**rich, "latency_s": s.least_latency_s},
+        {**slow, "energy_j": s.least_energy_j},
+    ):
+        changed = make_devices(**enough)
+        planned = plan_strategies(changed, CNN, limits)
+        assert planned.feasible.all()
+        assert_within_every_constraint(planned, changed, CNN, limits)
+
+
+@pytest.mark.parametrize("limits", [PAPER, replace(PAPER, codec="lowrank")])
+@pytest.mark.parametrize("overhead", [0.0, 0.1])
+@pytest.mark.filterwarnings("error")
+def test_endless_budgets_are_budgets(limits: Limits, overhead: float) -> None:
+    devices = random_devices(np.random.default_rng(13), 1000, overhead=overhead)
+    values = {name: getattr(devices, name) for name in Devices.__slots__}
+    large = {"latency_s": 1e30, "energy_j": 1e30}
+    for name in (("latency_s",), ("energy_j",), ("latency_s", "energy_j")):
+        endless = make_devices(**{**values, **{n: np.full(1000, 1e308) for n in name}})
+        enough = make_devices(**{**values, **{n: np.full(1000, large[n]) for n in name}})
+        endless_plan, plan = (plan_strategies(d, CNN, limits) for d in (endless, enough))
+        assert plan.feasible.any()
+        np.testing.assert_array_equal(endless_plan.gain, plan.gain)
+        np.testing.assert_array_equal(endless_plan.frequency_hz, plan.frequency_hz)
+
+
 def test_needed_budgets_are_told_as_pairs_that_suffice() -> None:
     devices = random_devices(np.random.default_rng(5), 3000)
     s = plan_strategies(devices, CNN, PAPER)

@@ -14,6 +14,7 @@ import re
 import tomllib
 import types
 from collections.abc import Hashable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import MISSING, asdict, dataclass, field, fields, is_dataclass, replace
 from importlib import resources
 from importlib.resources.abc import Traversable
@@ -257,6 +258,8 @@ def tomllib_load(file: Traversable, name: str) -> dict[str, Any]:
     """Parse one TOML file; a syntax error is a ConfigError too."""
     try:
         return tomllib.loads(file.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ConfigError([f"cannot be read: {error.strerror}"], name) from error
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise ConfigError([f"not a TOML file: {error}"], name) from error
 
@@ -338,6 +341,12 @@ def _laid_over(below: dict[str, Any], above: Mapping[str, Any]) -> dict[str, Any
     return merged
 
 
+class _Bare(str):
+    """What `--set` was given where TOML knows no such value: a string without quotes, .5, True."""
+
+    __slots__ = ()
+
+
 def _override(table: dict[str, Any], item: str) -> str:
     """Set `a.b=value` in the table; the problem, if it cannot be."""
     key, equals, text = item.partition("=")
@@ -352,7 +361,7 @@ def _override(table: dict[str, Any], item: str) -> str:
     try:
         table[name] = tomllib.loads(f"x = {text}")["x"]
     except tomllib.TOMLDecodeError:
-        table[name] = text.strip()  # a bare word is meant as a string
+        table[name] = _Bare(text.strip())
     return ""
 
 
@@ -397,6 +406,8 @@ def _value(given: Any, hint: Any, key: str, problems: list[str]) -> Any:
     if get_origin(hint) is Mapping and isinstance(given, dict):
         return {k: _value(v, float, f"{key}.{k}", problems) for k, v in given.items()}
     options = get_args(hint) if isinstance(hint, types.UnionType) else (hint,)
+    if isinstance(given, _Bare):
+        given = _meant(given, options)
     for option in options if not isinstance(given, int) or abs(given) < BEYOND else ():
         if option is float and isinstance(given, int | float) and not isinstance(given, bool):
             return float(given)
@@ -407,6 +418,17 @@ def _value(given: Any, hint: Any, key: str, problems: list[str]) -> Any:
     shown = repr(given)[:80] if not isinstance(given, int) or abs(given) < BEYOND else "a huge"
     problems.append(f"{key}: given {shown} ({type(given).__name__}), allowed {_words(hint)}")
     return None
+
+
+def _meant(text: str, options: Sequence[Any]) -> str | bool | float:
+    """What a bare word says to someone who expects one of these kinds."""
+    if bool in options and text.lower() in ("true", "false"):
+        return text.lower() == "true"
+    if int in options or float in options:
+        for number in (int, float):
+            with suppress(ValueError):
+                return number(text)
+    return str(text)
 
 
 def _is_strings(given: Any) -> bool:

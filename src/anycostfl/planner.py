@@ -35,7 +35,8 @@ Deviations: Lemma 3 (both budgets always spent) holds only while no cap binds; s
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, fields
+from collections.abc import Mapping
+from dataclasses import dataclass, fields, replace
 
 import numpy as np
 import numpy.typing as npt
@@ -139,12 +140,13 @@ def fixed_strategies(
     left = np.where(upload < devices.latency_s, devices.latency_s - upload, devices.latency_s)
     wanted = cycles / left if frequency_hz is None else frequency_hz
     frequency = _clip_frequency(_pose(devices, workload), wanted)
-    everyone = np.ones(len(devices), np.bool_)
+    everyone, limits = np.ones(len(devices), np.bool_), limits or UNCAPPED
     return _describe(
         devices,
         workload,
-        limits or UNCAPPED,
+        limits,
         (alpha, beta, frequency),
+        _least_budgets(devices, workload, limits),
         shown=everyone,
         feasible=everyone,
     )
@@ -177,6 +179,7 @@ def closed_form(
         workload,
         limits,
         chosen,
+        _least_budgets(devices, workload, limits),
         shown=feasible if clipped else works,
         feasible=feasible,
     )
@@ -242,20 +245,27 @@ def _meets_all(
 
 
 def _plan_block(devices: Devices, workload: Workload, limits: Limits) -> Strategies:
-    problem = _pose(devices, workload)
+    problem = _within_reach(_pose(devices, workload), limits)
     alpha_most = _largest_alpha(problem, limits.beta_min)
     alpha_rich = _largest_alpha(problem, limits.beta_max)
     alpha = np.minimum(np.maximum(_free_alpha(problem), alpha_rich), np.minimum(alpha_most, 1.0))
     alpha = np.maximum(alpha, limits.alpha_min)
-    feasible = alpha_most >= limits.alpha_min * (1.0 - ROUNDING)
     capped = alpha <= alpha_rich
     searched = (problem.overhead > 0) | (limits.codec in MEASURED)
     if len(some := np.flatnonzero(searched)):
-        parts = _search_alpha(problem.take(some), limits)
-        alpha[some], feasible[some], capped[some] = parts
+        alpha[some], capped[some] = _search_alpha(problem.take(some), limits)
     beta, frequency = _spend(problem, limits, alpha, capped=capped)
+    least = _least_budgets(devices, workload, limits)
+    in_time = devices.latency_s >= least["latency_floor_s"] * (1.0 - ROUNDING)
+    feasible = in_time & (devices.energy_j >= least["least_energy_j"] * (1.0 - ROUNDING))
     return _describe(
-        devices, workload, limits, (alpha, beta, frequency), shown=feasible, feasible=feasible
+        devices,
+        workload,
+        limits,
+        (alpha, beta, frequency),
+        least,
+        shown=feasible,
+        feasible=feasible,
     )
 
 
@@ -270,6 +280,18 @@ def _pose(devices: Devices, workload: Workload) -> _Problem:
         upload=workload.size_bits / devices.rate_bps,
         frequency_min=devices.frequency_min_hz,
         frequency_max=devices.frequency_max_hz,
+    )
+
+
+def _within_reach(p: _Problem, limits: Limits) -> _Problem:
+    """Budgets no larger than twice what any strategy spends: more buys nothing, and overflows."""
+    work, upload = p.cycles * (1.0 + p.overhead), limits.beta_max * p.upload
+    longest = work / p.frequency_min + upload
+    hottest = p.epsilon * p.frequency_max**2 * work + p.power * upload
+    return replace(
+        p,
+        latency=np.minimum(p.latency, 2.0 * longest),
+        energy=np.minimum(p.energy, 2.0 * hottest),
     )
 
 
@@ -308,10 +330,8 @@ def _largest_alpha(p: _Problem, beta: float) -> FloatArray:
     return np.minimum(by_latency, by_energy)
 
 
-def _search_alpha(
-    p: _Problem, limits: Limits
-) -> tuple[FloatArray, npt.NDArray[np.bool_], npt.NDArray[np.bool_]]:
-    """The best α, where there is one, and where it affords β^max."""
+def _search_alpha(p: _Problem, limits: Limits) -> tuple[FloatArray, npt.NDArray[np.bool_]]:
+    """The best α, and where it affords β^max; where nothing is affordable, α^min."""
 
     def gain(alpha: FloatArray) -> FloatArray:
         beta = _longest_upload(p, p.cycles * (alpha + p.overhead))[0] / (alpha * p.upload)
@@ -330,7 +350,7 @@ def _search_alpha(
     tried = np.stack([*ends, np.exp(low), np.exp(high)])
     best = np.take_along_axis(tried, np.argmax(gain(tried), axis=0)[None], axis=0)[0]
     left = _longest_upload(p, p.cycles * (best + p.overhead))[0]
-    return best, gain(best) >= 0.0, left >= limits.beta_max * best * p.upload
+    return best, left >= limits.beta_max * best * p.upload
 
 
 def _longest_upload(p: _Problem, work: FloatArray) -> tuple[FloatArray, FloatArray]:
@@ -384,6 +404,7 @@ def _describe(
     workload: Workload,
     limits: Limits,
     chosen: tuple[FloatArray, FloatArray, FloatArray],
+    least: Mapping[str, FloatArray],
     *,
     shown: npt.NDArray[np.bool_],
     feasible: npt.NDArray[np.bool_],
@@ -407,7 +428,7 @@ def _describe(
         feasible=feasible,
         reason=np.where(feasible, 0, _reasons(devices, workload, limits)).astype(np.uint8),
         binds=_binding(devices, limits, (alpha, beta, frequency), (latency, energy), feasible),
-        **_least_budgets(devices, workload, limits),
+        **least,
     )
 
 
@@ -460,7 +481,8 @@ def _least_budgets(devices: Devices, workload: Workload, limits: Limits) -> dict
     cycles, upload = _smallest(devices, workload, limits)
     sending = upload * devices.power_w
     heat = devices.energy_coefficient * cycles
-    affordable = np.sqrt(np.maximum(devices.energy_j - sending, 0.0) / heat)
+    with np.errstate(over="ignore"):  # an endless budget
+        affordable = np.sqrt(np.maximum(devices.energy_j - sending, 0.0) / heat)
     fast = np.minimum(np.maximum(affordable, devices.frequency_min_hz), devices.frequency_max_hz)
     quickest = cycles / devices.frequency_max_hz
     in_time = cycles / np.maximum(devices.latency_s - upload, quickest)

@@ -14,7 +14,7 @@ from typing import Annotated, Any
 import numpy as np
 import typer
 
-from anycostfl import config, fleet, planner
+from anycostfl import config, fleet, methods, planner
 from anycostfl.checks import FloatArray
 from anycostfl.cli import _plan_plots
 from anycostfl.cli._console import Json, emit_json, out, say, table
@@ -152,11 +152,12 @@ def _record(planned: Planned, i: int) -> dict[str, Any]:
 
 
 def _cells(record: dict[str, Any]) -> list[str]:
+    budget = record["energy_budget_j"]
     place = [
         str(record["device"]),
         f"{record['distance_m']:.0f}",
         f"{record['rate_bps'] / 1e3:.0f}",
-        f"{record['energy_budget_j']:.2f}",
+        f"{budget:.2f}" if budget < 1e6 else f"{budget:.3g}",
     ]
     if not record["feasible"]:
         return [*place, *["–"] * 6, "sits out"]
@@ -174,11 +175,9 @@ def _cells(record: dict[str, Any]) -> list[str]:
 
 def _summary(planned: Planned) -> dict[str, float]:
     s, settings = planned.strategies, planned.settings
-    limits = settings.limits_of(settings.run.method)
-    clipped = planner.closed_form(planned.devices, settings.workload, limits, clipped=True)
     taking_part = s.feasible
     share = (s.alpha * s.beta)[taking_part]
-    return {
+    summary = {
         "devices_taking_part": int(taking_part.sum()),
         "devices_sitting_out": int((~taking_part).sum()),
         "mean_alpha": _mean(s.alpha[taking_part]),
@@ -187,8 +186,13 @@ def _summary(planned: Planned) -> dict[str, float]:
         "round_latency_s": float(s.latency_s.max()),
         "round_energy_j": float(s.energy_j.sum()),
         "mean_gain": float(s.gain.mean()),
-        "mean_gain_of_the_clipped_closed_form": float(clipped.gain.mean()),
     }
+    method = settings.run.method
+    if methods.load(method).plan is planner.plan_strategies:  # who plans otherwise gains otherwise
+        limits = settings.limits_of(method)
+        clipped = planner.closed_form(planned.devices, settings.workload, limits, clipped=True)
+        summary["mean_gain_of_the_clipped_closed_form"] = float(clipped.gain.mean())
+    return summary
 
 
 def _mean(values: FloatArray) -> float:

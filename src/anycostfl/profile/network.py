@@ -19,6 +19,7 @@ LARGEST_BYTES = 1 << 28
 TIMEOUT_S = 30.0
 CHUNK = 1 << 16
 HEAD = 8
+MAPPED = "::ffff:"  # before an IPv4 address that an IPv6 socket shows
 
 
 class NetworkError(AnycostError, OSError):
@@ -82,7 +83,7 @@ def listen(
     `ready` hears the port, `served` who sent how many bytes.
     """
     try:
-        sink = socket.create_server((host, port))
+        sink = _bound(host, port)
     except (OSError, OverflowError) as error:
         raise NetworkError(f"cannot listen on port {port}: {error}; choose another") from error
     with sink:
@@ -90,7 +91,14 @@ def listen(
         while True:
             connection, (peer, *_) = sink.accept()
             with connection:
-                served(peer, _swallow(connection))
+                served(peer.removeprefix(MAPPED), _swallow(connection))
+
+
+def _bound(host: str, port: int) -> socket.socket:
+    """A listening socket; without a host, for IPv4 and, where there is one, IPv6 alike."""
+    if host or not socket.has_dualstack_ipv6():
+        return socket.create_server((host, port))
+    return socket.create_server((host, port), family=socket.AF_INET6, dualstack_ipv6=True)
 
 
 def _swallow(connection: socket.socket) -> int:

@@ -24,8 +24,11 @@ from anycostfl.train import train
 REPETITION_S = 0.5
 """How long one repetition at full width should take at least."""
 
-OVERHEADS = np.linspace(0.0, 0.5, 501)
-"""What is tried as the overhead; three digits are more than times on a real machine have."""
+OVERHEADS = np.concatenate([np.linspace(0.0, 0.5, 501), np.geomspace(0.5, 100.0, 1001)[1:]])
+"""What is tried as the overhead; three digits are more than times on a real machine have.
+
+Networks so small that calling a kernel takes longer than its arithmetic have overheads above 1.
+"""
 
 
 @dataclass(frozen=True, slots=True)
