@@ -24,7 +24,8 @@ def test_a_fifth_of_the_fleet_lies_the_same_way_every_time() -> None:
 
 @pytest.mark.parametrize("kind", LIES)
 def test_what_liars_send(kind: str) -> None:
-    update = {"w": torch.randn(16, 5), "b": torch.randn(16)}
+    update = {"w": torch.randn(16, 5), "b": torch.randn(16), "temperature": torch.tensor(1.5)}
+    assert corrupt(update, kind, seed=1)["temperature"].shape == ()
     lie = corrupt(update, kind, seed=1)["w"]
     told = corrupt(update, kind, seed=1)["w"]
     assert torch.equal(lie, told)

@@ -6,10 +6,9 @@ import torch
 from torch import Tensor
 
 from anycostfl.codec import byte_budget, compress, kernels, refine
-from anycostfl.codec.fit import Fit, fit_names, fit_update, load_fit
+from anycostfl.codec.fit import Fit, fit_update, shipped_fit
 from anycostfl.codec.frame import bond
 from anycostfl.codec.refine import Draft, Guess
-from anycostfl.errors import UnknownName
 
 SHAPES = {"conv": (64, 32, 5, 5), "fc": (300, 1024), "bias": (300,)}
 BLOCKS = {"fc": 16}
@@ -54,17 +53,10 @@ def test_senseless_fits_are_refused(knots: tuple[tuple[float, ...], ...]) -> Non
         Fit(*knots)
 
 
-@pytest.mark.parametrize("name", ["cifar10", "fmnist"])
-def test_shipped_fits_keep_more_and_finer_as_beta_grows(name: str) -> None:
-    fit = load_fit(name)
-    assert name in fit_names()
+def test_the_shipped_fit_keeps_more_and_finer_as_beta_grows() -> None:
+    fit = shipped_fit()
     assert (np.diff(fit.sparsity) <= 0).all()
     assert (np.diff(fit.levels) >= 0).all()
-
-
-def test_unknown_fit_lists_the_known_ones() -> None:
-    with pytest.raises(UnknownName, match="fmnist"):
-        load_fit("mnist")
 
 
 def test_fit_of_an_update_predicts_what_refinement_finds() -> None:

@@ -105,9 +105,9 @@ def test_points_from_zero_beat_the_papers_points_from_the_least_magnitude(
 
 def test_first_guess_is_close(update: dict[str, Tensor]) -> None:
     """The shipped fit, made from 16 samples, is a guess: right within a factor, not a budget."""
-    from anycostfl.codec.fit import load_fit
+    from anycostfl.codec.fit import shipped_fit
 
     payload = compress(update, 1 / 40, seed=0, blocks=BLOCKS)
     kept = torch.cat([m.reshape(-1) for m in decompress(payload, update).masks.values()])
-    guess = load_fit("fmnist").predict(1 / 40)
+    guess = shipped_fit().predict(1 / 40)
     assert 1 - guess.sparsity == pytest.approx(float(kept.float().mean()), rel=0.5)

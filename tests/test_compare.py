@@ -161,6 +161,16 @@ def test_how_long_a_run_is_to_go_on_does_not_show_in_its_rounds(tmp_path: Path) 
     assert rounds("long", "run.rounds=9", "run.checkpoint_every=3", "summary=else") == short
 
 
+def test_what_was_the_last_round_once_is_a_round_like_any_other(tmp_path: Path) -> None:
+    def rounds(folder: str, count: int) -> Records:
+        config = small_config(tmp_path, "run.evaluate_every=3", f"run.rounds={count}")
+        return Series(tmp_path / folder, 1, nobody).advance(Case("one", config), lasted(count))
+
+    assert rounds("once", 2)[1].accuracy is not None
+    assert rounds("once", 4) == rounds("at once", 4)
+    assert [r.accuracy is None for r in rounds("once", 4)] == [True, True, False, False]
+
+
 def test_whoever_was_benched_cannot_be_paid_again(tmp_path: Path) -> None:
     config = make_case(small_config(tmp_path), "stc", 0.05, 0).config
     records = Series(tmp_path / "all", 1, nobody).advance(Case("stc", config), lasted(1))

@@ -111,6 +111,19 @@ def test_your_own_arrays_are_checked(tmp_path: Path) -> None:
         data.load(str(path))
 
 
+def test_numbers_of_another_machine_are_numbers(tmp_path: Path) -> None:
+    images = np.random.default_rng(0).integers(0, 4000, (6, 5, 5))
+    found = []
+    for kind in ("<u2", ">u2", ">f4", np.longdouble):
+        path, labels = tmp_path / "mine.npz", np.arange(6).astype(">i4")
+        given = images.astype(kind)
+        np.savez(
+            path, train_images=given, train_labels=labels, test_images=given, test_labels=labels
+        )
+        found.append(data.load(str(path)).train_images)
+    assert all(torch.equal(found[0], other) for other in found)
+
+
 @pytest.mark.parametrize(
     ("labels", "told"),
     [

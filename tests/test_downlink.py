@@ -65,6 +65,8 @@ def test_devices_that_take_the_steps_hold_what_the_server_thinks_they_hold() -> 
         step, there = make_step(model, there, order, 0.1, ("x", number))
         held = take_step(model, held, step, "x")
         assert all(torch.equal(held[n], t) for n, t in there.items())
+    step, _ = make_step(model, there, model.sort_channels(), 0.1, ("x", 5))
+    assert not step.order  # sorted already: nothing moves
 
 
 def test_a_part_that_is_not_trained_is_public_too() -> None:

@@ -14,13 +14,25 @@ from hypothesis import strategies as st
 
 from anycostfl import methods
 from anycostfl.aggregate import Rules
+from anycostfl.codec.frame import OVERHEAD
 from anycostfl.config import to_toml
 from anycostfl.coupling import tensors_of
 from anycostfl.experiment import prepare
 from anycostfl.fleet import draw_cohort
 from anycostfl.gate import Agreed, Bench, Gate, bench_of
+from anycostfl.methods import elements
 from anycostfl.records import RunWriter, totals
-from anycostfl.rounds import DUPLICATE, MOST_SURPLUS, Assignment, Outcome, assign, receive, screen
+from anycostfl.rounds import (
+    DUPLICATE,
+    MOST_SURPLUS,
+    Assignment,
+    Outcome,
+    _judge,
+    assign,
+    binding,
+    receive,
+    screen,
+)
 from anycostfl.runs import Turn, keep, take_up
 from anycostfl.simulate import play
 from anycostfl.types import DeviceRecord, RoundRecord
@@ -150,6 +162,14 @@ def test_who_pointed_away_before_is_left_out_though_it_agrees_now(tmp_path: Path
     assert found[2].agreement == honest[2].agreement  # it can still win back what it lost
 
 
+@pytest.mark.parametrize("usual", [-0.5, 0.0])
+def test_where_nobody_agrees_with_anybody_nobody_is_left_out(tmp_path: Path, usual: float) -> None:
+    _, assignments, replies = first_round(tmp_path)
+    outcome = Outcome(assignments[0], replies[0], "ok")
+    for cosine in (-0.49, -0.51):
+        assert _judge(outcome, cosine, usual, Rules(agree=0.2), Bench()).status == "ok"
+
+
 # --- the gate -------------------------------------------------------------------------------------
 
 
@@ -208,6 +228,29 @@ def test_what_a_device_says_is_cut_to_one_short_line(tmp_path: Path) -> None:
     flood = Reply(replies[0].device, bytes(20_000_000))
     (outcome,) = receive(side.method, assignments[:1], [flood])
     assert outcome.status.startswith("refused: malformed: a payload of this plan has at most ")
+
+
+def test_a_payload_is_no_longer_than_planned_and_of_the_codec_that_was_asked_for(
+    tmp_path: Path,
+) -> None:
+    side, assignments, replies = first_round(tmp_path)
+    told, reply = assignments[0], replies[0]
+    planned = int(told.upload.beta * 4 * elements(told.shapes))
+    assert len(reply.payload) <= planned
+    long = replace(reply, payload=bytes(planned + OVERHEAD + 1))
+    (outcome,) = receive(side.method, [told], [long])
+    assert "has at most" in outcome.status
+    other = replace(told, upload=replace(told.upload, codec="lowrank"))
+    (sent,) = InProcess(side).perform([other.job({}, {}, {})])
+    assert receive(side.method, [other], [sent])[0].status == "ok"
+    (outcome,) = receive(side.method, [told], [sent])
+    assert outcome.status == "refused: malformed: the payload is lowrank; kernel was asked for"
+
+
+def test_a_payload_belongs_to_its_round_wherever_the_data_lies(tmp_path: Path) -> None:
+    here, there = small_config(tmp_path), small_config(tmp_path, "data.path=/elsewhere")
+    _, (first, *_), _ = first_round(tmp_path)
+    assert binding(here, 0, 1, first.plan) == binding(there, 0, 1, first.plan)
 
 
 # --- a whole run ----------------------------------------------------------------------------------

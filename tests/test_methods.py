@@ -169,6 +169,7 @@ def test_the_largest_are_the_largest(values: list[float], count: int) -> None:
     flat = np.array(values, np.float32)
     kept = Ranked(flat).largest(count)
     assert not kept[flat == 0].any()
+    assert kept.sum() <= count
     if kept.any() and not kept.all():
         # Ranks are 1/1024 apart.
         assert np.abs(flat[kept]).min() * 1.001 >= np.abs(flat[~kept]).max()
@@ -292,6 +293,27 @@ def test_fedhq_is_unbiased() -> None:
         sparse = fedhq.quantize(flat, levels, np.random.default_rng(seed).random(flat.size, "f4"))
         total[sparse.kept] += sparse.integers * sparse.scalars[0]
     assert np.abs(total / runs - flat).max() < 6 * unit / math.sqrt(runs) / 2
+
+
+def test_fedhq_draws_fractions_of_a_level_where_the_rate_pays_for_no_more() -> None:
+    random = torch.Generator().manual_seed(0)
+    dense = {"w": torch.randn(100, 100, generator=random)}
+    total, size = np.zeros(10_000), byte_budget(1 / 40, 10_000)
+    for seed in range(300):
+        payload = fedhq.encode(dense, Upload(1 / 40, seed, b""))
+        assert 0.95 * size < len(payload) <= size
+        got = vector(fedhq.METHOD.decode(payload, {"w": (100, 100)}, b"").values)
+        assert np.abs(got).max() > vector(dense).max()
+        total += got
+    wanted = vector(dense)
+    assert total @ wanted / (wanted @ wanted) / 300 == pytest.approx(1.0, abs=0.02)
+
+
+@pytest.mark.parametrize("name", ["qsgd", "stc", "uveqfed"])
+def test_ties_are_sent_as_far_as_the_rate_goes(name: str) -> None:
+    signs = {"w": torch.randn(100, 100, generator=torch.Generator().manual_seed(0)).sign()}
+    payload = methods.load(name).encode(signs, Upload(1 / 40, 0, b""))
+    assert 0.9 * byte_budget(1 / 40, 10_000) < len(payload) <= byte_budget(1 / 40, 10_000)
 
 
 def test_fedhq_weights_by_hand_and_best() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 import subprocess
 import sys
 from dataclasses import replace
@@ -13,14 +14,14 @@ import pytest
 import torch
 
 from anycostfl import methods
-from anycostfl.config import to_toml
+from anycostfl.config import load_preset, to_toml
 from anycostfl.errors import AnycostError, ConfigError
 from anycostfl.experiment import prepare, settle
 from anycostfl.records import InUse, RunWriter, read_run
 from anycostfl.runs import Turn, begin, check_engine, keep, take_up
 from anycostfl.server import Server
 from anycostfl.simulate import play, run
-from anycostfl.workers import DeviceSide, Job, Purpose, Reply, draw_seed
+from anycostfl.workers import DeviceSide, Job, NotShared, Purpose, Reply, cores, draw_seed
 from small_runs import small_config, small_overrides
 
 
@@ -97,6 +98,42 @@ def test_no_workers_are_one_per_core(tmp_path: Path) -> None:
     assert list(run(config, workers=0)) == list(run(config))
     with pytest.raises(ConfigError, match="workers: given -1"):
         next(run(config, workers=-1))
+
+
+def test_where_a_system_cannot_say_which_cores_are_free_all_are(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.delattr(os, "sched_getaffinity")
+    assert cores() == os.cpu_count()
+
+
+def test_without_room_for_shared_data_nothing_begins(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(_tensor: torch.Tensor) -> None:
+        raise RuntimeError("unable to allocate shared memory(shm): No space left on device (28)")
+
+    monkeypatch.setattr(torch.Tensor, "share_memory_", full)
+    with pytest.raises(NotShared, match=r"docker run --shm-size=1g\), or use --workers 1"):
+        play(small_config(tmp_path), workers=2)
+    play(small_config(tmp_path), workers=1)
+
+
+def test_the_workload_is_that_of_the_images_at_hand(tmp_path: Path) -> None:
+    images, labels = np.zeros((24, 64, 64, 3), np.uint8), np.arange(24) % 10
+    np.savez(
+        tmp_path / "large.npz",
+        train_images=images,
+        train_labels=labels,
+        test_images=images,
+        test_labels=labels,
+    )
+    change = [f"data.name={tmp_path}/large.npz", "model.name=mobilenet", "fleet.devices=2"]
+    config = load_preset("cifar10-iid", [*change, "fleet.cohort=2"])
+    with pytest.raises(ConfigError, match=r"images of \(3, 64, 64\) mobilenet takes") as caught:
+        prepare(config)
+    told = str(caught.value).split("--set ")[1]
+    prepare(load_preset("cifar10-iid", [*change, "fleet.cohort=2", told]))
 
 
 def test_another_own_method_is_noticed_and_nothing_is_touched(

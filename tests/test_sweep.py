@@ -56,6 +56,24 @@ def test_heterogeneity_trains_only_what_plans_otherwise(tmp_path: Path) -> None:
     assert shown["stc"] == [[x, {**costs, "reached": False}] for x, costs in found["stc"]]
 
 
+def test_a_spread_that_cannot_be_is_told_before_any_round(tmp_path: Path) -> None:
+    arguments = ["sweep", "compute", "demo", "--values", "0,5e-27", "--out", str(tmp_path / "all")]
+    result = CliRunner().invoke(build_app(), arguments)
+    assert "energy_coefficient_std: given 5e-27" in str(result.exception)
+    result = CliRunner().invoke(
+        build_app(), [*arguments, "--set", 'fleet.profiles=["jetson-nano"]', "--values", "0,1e-27"]
+    )
+    assert "given beside profiles" in str(result.exception)
+    assert not (tmp_path / "all").exists() or not [*(tmp_path / "all").glob("*/rounds.jsonl")]
+
+
+def test_nothing_is_shown_of_what_was_not_played(tmp_path: Path) -> None:
+    for kind in ("ablation", "compute"):
+        arguments = ["sweep", kind, "demo", "--show", "--out", str(tmp_path)]
+        result = CliRunner().invoke(build_app(), arguments)
+        assert "holds no run of this" in str(result.exception)
+
+
 def test_spreads_change_the_fleet(tmp_path: Path) -> None:
     config = small_config(tmp_path)
     near = draw_cohort(spread_over(config, "radio", 0.0).fleet, seed=0, round_index=0)

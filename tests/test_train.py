@@ -83,6 +83,40 @@ def test_batch_norm_trains_on_any_number_of_samples() -> None:
     recalibrate(module, calibration_batches(torch.randn(129, 4)))
 
 
+def test_what_a_module_draws_follows_from_the_seed_and_from_nothing_else() -> None:
+    module = nn.Sequential(nn.Linear(4, 64), nn.Dropout(), nn.Linear(64, 3))
+    images, labels = torch.randn(16, 4), torch.arange(16) % 3
+
+    def trained(seed: int) -> dict[str, Tensor]:
+        generator = torch.Generator().manual_seed(seed)
+        return train(copy.deepcopy(module), images, labels, TrainOptions(0.1, 16), generator)
+
+    before = torch.get_rng_state()
+    first = trained(5)
+    assert torch.equal(torch.get_rng_state(), before)
+    torch.randn(100)
+    again, other = trained(5), trained(6)  # one batch: the order of samples does not matter
+    assert all(torch.equal(first[n], u) for n, u in again.items())
+    assert not torch.allclose(first["0.weight"], other["0.weight"], rtol=1e-2)
+
+
+def test_convolutions_over_three_dimensions_train_and_count() -> None:
+    class Bands(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.deep, self.flat = nn.Conv3d(1, 4, 3, padding=1), nn.Conv2d(8, 4, 3)
+            self.out = nn.Linear(4, 3)
+
+        def forward(self, x: Tensor) -> Tensor:
+            out: Tensor = self.out(self.flat(self.deep(x[:, None]).flatten(1, 2)).mean((2, 3)))
+            return out
+
+    module, images, labels = Bands(), torch.randn(8, 2, 6, 6), torch.arange(8) % 3
+    update = train(module, images, labels, TrainOptions(0.1, 4), torch.Generator())
+    assert update["deep.weight"].any()
+    assert 0 <= count_correct(module, images, labels, channels_last=True) <= 8
+
+
 def test_what_a_batch_does_not_use_stays() -> None:
     class Either(nn.Module):
         def __init__(self) -> None:

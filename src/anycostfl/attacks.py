@@ -77,4 +77,6 @@ def liars(attack: Attack, devices: int, seed: int) -> dict[int, str]:
 def corrupt(update: Values, kind: str, seed: int) -> dict[str, Tensor]:
     """What a liar sends instead of its update."""
     random = torch.Generator().manual_seed(seed)
-    return {name: LIES[kind](tensor, random) for name, tensor in update.items()}
+    rows = {name: tensor.reshape(tensor.shape or (1,)) for name, tensor in update.items()}
+    lies = {name: LIES[kind](tensor, random) for name, tensor in rows.items()}
+    return {name: lie.view(update[name].shape) for name, lie in lies.items()}

@@ -20,11 +20,11 @@ from pathlib import Path
 import numpy as np
 
 from anycostfl import methods
-from anycostfl.config import Config, essence, parse_config, profiles_of, to_toml
+from anycostfl.config import Config, identity, parse_config, profiles_of, to_toml
 from anycostfl.errors import AnycostError
 from anycostfl.fleet import draw_cohort
 from anycostfl.records import CONFIG, read_config, read_journal
-from anycostfl.rounds import charge
+from anycostfl.rounds import charge, is_due
 from anycostfl.runs import Turns, begin, check_files, keep, take_up
 from anycostfl.simulate import play
 from anycostfl.types import Profile, RoundRecord
@@ -84,9 +84,11 @@ class Series:
             _check_same(case, home)
             done, _ = read_journal(home, growing=not self.play)
             done = done[: case.config.run.rounds]  # more were played for something else
+            done = tuple(_if_due(record, case.config) for record in done)
         if not self.play or enough(done) or len(done) >= case.config.run.rounds:
             return done
-        records, turns = _open(case, home, self.workers)
+        before, turns = _open(case, home, self.workers)
+        records = [_if_due(record, case.config) for record in before]
         try:
             for turn in turns:
                 records.append(turn.record)
@@ -132,6 +134,11 @@ def _evaluated(config: Config, rounds: float) -> int:
     return min(every * math.ceil(rounds / every), config.run.rounds)
 
 
+def _if_due(record: RoundRecord, config: Config) -> RoundRecord:
+    """Without the accuracy of what was the last round once, when fewer were asked for."""
+    return record if is_due(config, record.round) else replace(record, accuracy=None)
+
+
 def _open(case: Case, home: Path, workers: int) -> tuple[list[RoundRecord], Turns]:
     """The rounds played so far, and those to come; a start that fails leaves nothing behind."""
     config = case.config
@@ -147,7 +154,7 @@ def _open(case: Case, home: Path, workers: int) -> tuple[list[RoundRecord], Turn
 def _check_same(case: Case, home: Path) -> None:
     """A run counts only as the experiment it began as, though perhaps with another end."""
     check_files(home, case.config)
-    if essence(parse_config(read_config(home), str(home))) != essence(case.config):
+    if identity(parse_config(read_config(home), str(home))) != identity(case.config):
         raise CannotCompare(
             f"{case.name} was begun with other settings; choose another --out, or remove it"
         )

@@ -240,6 +240,11 @@ def essence(config: Config) -> str:
     return to_toml(replace(config, summary="", run=run))
 
 
+def identity(config: Config) -> str:
+    """The same wherever the data lies."""
+    return essence(replace(config, data=replace(config.data, path="")))
+
+
 def toml_value(value: str | bool | float | tuple[str, ...]) -> str:
     """One value as TOML writes it."""
     if isinstance(value, tuple):

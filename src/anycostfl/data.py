@@ -119,7 +119,7 @@ def _statistics(images: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _as_tensor(images: npt.NDArray[np.generic]) -> Tensor:
-    tensor = torch.from_numpy(np.array(images)).to(torch.float32)
+    tensor = torch.from_numpy(np.array(images, np.float32))
     if images.dtype == np.uint8:
         tensor = tensor / 255
     return tensor.unsqueeze(1) if tensor.dim() == 3 else tensor.permute(0, 3, 1, 2).contiguous()
@@ -315,7 +315,12 @@ def split_iid(labels: npt.ArrayLike, devices: int, random: np.random.Generator) 
 def split_dirichlet(
     labels: npt.ArrayLike, devices: int, concentration: float, random: np.random.Generator
 ) -> Partition:
-    """Every class split over the devices by a Dirichlet draw (the partition of FedMA)."""
+    """Every class split over the devices by a Dirichlet draw, as the paper of FedMA has it.
+
+    FedMA's program besides gives no more of the next classes to a device that holds its equal part
+    already: there sizes differ less (a deviation of 0.32 of the mean at 0.5 and 60 devices, here
+    0.44), labels more.
+    """
     kinds = np.asarray(labels)
     _check_enough(len(kinds), devices)
     least = min(LEAST_SAMPLES, len(kinds) // (10 * devices) + 1)

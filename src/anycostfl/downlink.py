@@ -36,7 +36,7 @@ class Step:
     """From one round's public model to the next: channels move, then values, unless none does."""
 
     round: int
-    order: State  # empty where nothing moved
+    order: State  # of the groups that moved
     payload: bytes
 
     @property
@@ -68,8 +68,10 @@ def make_step(
 ) -> tuple[Step, dict[str, Tensor]]:
     """The step of a round, and the public model after it; `net` is sorted already.
 
-    `share` is of 32 bits for each element; `belongs` says to which experiment and round.
+    `share` is of 32 bits for each element, and for values; the order comes on top. `belongs` says
+    to which experiment and round.
     """
+    order = {name: new for name, new in order.items() if (new.diff() != 1).any()}
     moved = net.permute(public, order) if order else public
     own = dict(net.module.named_parameters())
     ahead = {name: own[name].detach() - tensor for name, tensor in moved.items()}

@@ -14,6 +14,7 @@ from anycostfl import data, models
 from anycostfl.config import Config
 from anycostfl.coupling import tensors_of
 from anycostfl.errors import ConfigError
+from anycostfl.shrink import ElasticModel
 from anycostfl.train import TrainOptions, bf16_pays
 from anycostfl.types import Scale
 from anycostfl.workers import DeviceSide, Shared
@@ -79,7 +80,24 @@ def prepare(config: Config, scale: Scale | None = None, *, whole: bool = False) 
         )
     )
     _check_classes(side, dataset)
+    _check_workload(config, side)
     return side
+
+
+def _check_workload(config: Config, side: DeviceSide) -> None:
+    """W of the images that the model expects is not W of images of another size."""
+    spec, given = models.load(config.model.name), config.workload.flops_per_sample
+    shape = side.shared.train_images.shape[1:]
+    if shape == spec.example(1).shape[1:]:
+        return
+    expected = ElasticModel(spec.build(), spec.example(2)).training_flops
+    measured = side.net.training_flops
+    if given == expected != measured:
+        raise ConfigError(
+            [f"workload.flops_per_sample: given {given:.6g}, but with images of {tuple(shape)} "
+             f"{config.model.name} takes {measured:.6g}; "
+             f"--set workload.flops_per_sample={measured:.6g}"]
+        )  # fmt: skip
 
 
 def _check_classes(side: DeviceSide, dataset: data.Dataset) -> None:

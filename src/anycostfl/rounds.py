@@ -23,7 +23,9 @@ from anycostfl.aggregate import (
     clipped,
     size_of,
 )
-from anycostfl.config import Config, essence
+from anycostfl.codec import check_codec
+from anycostfl.codec.frame import OVERHEAD
+from anycostfl.config import Config, identity
 from anycostfl.errors import PayloadError
 from anycostfl.fleet import Cohort
 from anycostfl.gate import Agreed, Bench
@@ -108,7 +110,7 @@ def _assign_one(
 
 def binding(config: Config, number: int, device: int, plan: WidthPlan) -> bytes:
     """What a payload belongs to: run, round, device and plan."""
-    what = (essence(config), number, device, sorted(plan.widths.items()))
+    what = (identity(config), number, device, sorted(plan.widths.items()))
     return hashlib.blake2s(repr(what).encode()).digest()
 
 
@@ -117,7 +119,6 @@ def binding(config: Config, number: int, device: int, plan: WidthPlan) -> bytes:
 DUPLICATE = "duplicate: it had replied in this round already"
 MOST_SURPLUS = 10  # further replies of a device in a round that are written down
 LONGEST_REASON = 300  # characters
-OVERHEAD = 4096  # bytes of a payload that do not grow with the plan
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -163,6 +164,7 @@ def _check(method: Method, assignment: Assignment, reply: Reply) -> Outcome:
         return Outcome(assignment, reply, _words("refused: unreadable", reply.unreadable))
     try:
         _check_length(assignment, reply.payload)
+        check_codec(reply.payload, assignment.upload.codec)
         return Outcome(assignment, reply, "ok", size_of(_decode(method, assignment, reply)))
     except PayloadError as error:
         return Outcome(assignment, reply, _words(f"refused: {error.cause}", str(error)))
@@ -170,7 +172,7 @@ def _check(method: Method, assignment: Assignment, reply: Reply) -> Outcome:
 
 def _check_length(assignment: Assignment, payload: bytes) -> None:
     """Nobody has leave to send more than was planned, frame and all."""
-    most = OVERHEAD + math.ceil(assignment.upload.beta * 4 * elements(assignment.shapes))
+    most = OVERHEAD + int(assignment.upload.beta * 4 * elements(assignment.shapes))
     if len(payload) > most:
         raise PayloadError(f"a payload of this plan has at most {most} bytes, not {len(payload)}")
 
@@ -219,9 +221,9 @@ def _judge(outcome: Outcome, cosine: float, usual: float, rules: Rules, bench: B
     """An update with its agreement, left out if all of its device's so far come to too little."""
     seen = bench.agreed.get(outcome.assignment.device, Agreed()).with_round(cosine, usual)
     known = replace(outcome, agreement=cosine)
-    if seen.own >= rules.agree * seen.usual:
-        return known
-    share = seen.own / seen.usual if seen.usual else 0.0
+    if seen.usual <= 0 or seen.own >= rules.agree * seen.usual:
+        return known  # where nobody agrees with anybody, nobody can be told apart
+    share = seen.own / seen.usual
     return replace(known, status=f"left out: agrees with the others {share:.2f} times as usual")
 
 

@@ -12,13 +12,14 @@ from collections.abc import Iterator
 
 from anycostfl import attacks
 from anycostfl.config import Config, profiles_of
+from anycostfl.experiment import settle
 from anycostfl.fleet import choose, draw_cohort
 from anycostfl.methods import State
 from anycostfl.rounds import evaluate, is_due, receive
 from anycostfl.runs import Snapshot, Turn, Turns
 from anycostfl.server import Server
 from anycostfl.types import RoundRecord
-from anycostfl.workers import one_thread, open_executor
+from anycostfl.workers import count_workers, one_thread, open_executor
 
 
 def run(config: Config, *, workers: int = 1) -> Iterator[RoundRecord]:
@@ -29,7 +30,10 @@ def run(config: Config, *, workers: int = 1) -> Iterator[RoundRecord]:
 
 def play(config: Config, *, workers: int = 1, start: Snapshot | None = None) -> Turns:
     """The training procedure of the paper; data and model are loaded at once, before any round."""
-    return _play(Server(config, start), workers, dict(start.memories) if start else {})
+    server = Server(settle(config), start)
+    if count_workers(workers) > 1:
+        server.side.shared.in_shared_memory()
+    return _play(server, workers, dict(start.memories) if start else {})
 
 
 def _play(server: Server, workers: int, memories: dict[int, State]) -> Turns:

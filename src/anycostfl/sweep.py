@@ -75,6 +75,8 @@ def heterogeneity(
 ) -> Curves:
     """Cost to the target of each method over the spread."""
     target = config.run.target_accuracy
+    for value in values:
+        spread_over(config, kind, value)  # a mistake is told before hours of rounds
     curves: dict[str, list[tuple[float, Spent]]] = {}
     for name in names:
         plain = _best_case(series, config, name)

@@ -10,9 +10,8 @@ one); momentum, weight decay and clipping are options; momentum starts at zero e
 from __future__ import annotations
 
 import ctypes
-import time
-from collections.abc import Mapping
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 
 import torch
@@ -22,6 +21,7 @@ from torch import Tensor, nn
 from anycostfl.winograd import fast_convolutions
 
 TRIM_THRESHOLD, MMAP_THRESHOLD = -1, -3  # options of glibc's mallopt
+DROPOUT = 0x5EED  # what makes a second seed of one that shuffles already
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,24 +56,40 @@ def train(
     before = {n: p.detach().clone() for n, p in module.named_parameters() if p.requires_grad}
     wide = options.channels_last and images.dim() == 4
     layout = torch.channels_last if wide else torch.contiguous_format
-    module.to(memory_format=layout)  # type: ignore[call-overload]
+    _lay_out(module, layout)
     module.train()
     weights: list[Tensor] = [p for p in module.parameters() if p.requires_grad]
     velocity = [torch.zeros_like(w) for w in weights] if options.momentum else []
-    for _ in range(options.epochs):
-        order = torch.randperm(len(labels), generator=generator)
-        for part in batches(order, options.batch):
-            chosen = part.to(options.device)
-            batch = images[chosen].contiguous(memory_format=layout)
-            with (
-                torch.autocast(labels.device.type, torch.bfloat16, enabled=options.bf16),
-                fast_convolutions(options.winograd),
-            ):
-                logits = module(batch)
-            loss = F.cross_entropy(logits.float(), labels[chosen])
-            step(weights, _gradients(loss, weights), velocity, options)
+    with _drawing_alike(generator, images.device):
+        for _ in range(options.epochs):
+            order = torch.randperm(len(labels), generator=generator)
+            for part in batches(order, options.batch):
+                chosen = part.to(options.device)
+                batch = images[chosen].contiguous(memory_format=layout)
+                with (
+                    torch.autocast(labels.device.type, torch.bfloat16, enabled=options.bf16),
+                    fast_convolutions(options.winograd),
+                ):
+                    logits = module(batch)
+                loss = F.cross_entropy(logits.float(), labels[chosen])
+                step(weights, _gradients(loss, weights), velocity, options)
     after = dict(module.named_parameters())
     return {n: (w - after[n].detach()).contiguous().cpu() for n, w in before.items()}
+
+
+@contextmanager
+def _drawing_alike(generator: torch.Generator, device: torch.device) -> Iterator[None]:
+    """What a module draws by itself (dropout) follows from the generator's seed, too."""
+    with torch.random.fork_rng([device] if device.type == "cuda" else []):
+        torch.manual_seed(generator.initial_seed() ^ DROPOUT)
+        yield
+
+
+def _lay_out(module: nn.Module, layout: torch.memory_format) -> None:
+    """Put the weights of 2-D convolutions in memory as their images are."""
+    for tensor in (*module.parameters(), *module.buffers()):
+        if tensor.dim() == 4:
+            tensor.data = tensor.data.contiguous(memory_format=layout)
 
 
 def batches(order: Tensor, size: int) -> list[Tensor]:
@@ -127,7 +143,7 @@ def count_correct(
     module.to(device)
     images, labels = images.to(device), labels.to(device)
     if channels_last and images.dim() == 4:
-        module.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+        _lay_out(module, torch.channels_last)
         images = images.contiguous(memory_format=torch.channels_last)
     module.eval()
     correct = 0
@@ -137,18 +153,9 @@ def count_correct(
     return correct
 
 
-def bf16_pays(repeats: int = 5) -> bool:
-    """Measure once whether a small convolution trains faster in bfloat16 on this machine."""
-    conv = nn.Conv2d(32, 64, 5, padding=2)
-    image = torch.randn(8, 32, 14, 14).contiguous(memory_format=torch.channels_last)
-    seconds: Mapping[bool, list[float]] = {False: [], True: []}
-    for _ in range(repeats):
-        for bf16, seen in seconds.items():
-            start = time.perf_counter()
-            with torch.autocast("cpu", torch.bfloat16, enabled=bf16):
-                conv(image).float().sum().backward()
-            seen.append(time.perf_counter() - start)
-    return min(seconds[True]) < 0.8 * min(seconds[False])
+def bf16_pays() -> bool:
+    """Whether this processor multiplies in bfloat16; a stopwatch would not always say the same."""
+    return torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
 
 
 def reuse_memory() -> None:

@@ -284,7 +284,12 @@ class FleetSpec:
         low, high = values.get("energy_coefficient_min"), values.get("energy_coefficient_max")
         mean = (low + high) / 2 if low and high else None
         distance = values.get("distance_mean_m")
+        ignored = values.get("profiles") and values.get("energy_coefficient_std") is not None
         return [
+            "energy_coefficient_std: given beside profiles, which have an ε of their own; allowed "
+            "one of them"
+            if ignored
+            else "",
             _too_spread("energy_coefficient_std", values.get("energy_coefficient_std"), mean),
             _too_spread("distance_std_m", values.get("distance_std_m"), distance),
         ]

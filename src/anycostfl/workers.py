@@ -42,6 +42,10 @@ class WorkerDied(AnycostError):  # noqa: N818 - reads as what happened
     """A process of the pool is gone."""
 
 
+class NotShared(AnycostError):  # noqa: N818 - reads as what happened
+    """Data that several processes cannot share."""
+
+
 class WorkerFailed(AnycostError):  # noqa: N818 - reads as what happened
     """What a process of the pool could not do, in its own words."""
 
@@ -78,7 +82,7 @@ class Shared:
 
     def in_shared_memory(self) -> Shared:
         """The same with every tensor visible to other processes."""
-        for tensor in (
+        tensors = (
             *self.weights.values(),
             self.train_images,
             self.train_labels,
@@ -86,8 +90,16 @@ class Shared:
             self.test_labels,
             self.samples,
             self.ends,
-        ):
-            tensor.share_memory_()  # type: ignore[no-untyped-call]
+        )
+        try:
+            for tensor in tensors:
+                tensor.share_memory_()  # type: ignore[no-untyped-call]
+        except RuntimeError as error:
+            megabytes = sum(tensor.nbytes for tensor in tensors) / 1e6
+            raise NotShared(
+                f"several workers share {megabytes:.0f} MB of data, for which there is no room "
+                "(/dev/shm). Give more (docker run --shm-size=1g), or use --workers 1"
+            ) from error
         return self
 
 
@@ -356,7 +368,13 @@ def count_workers(asked: int) -> int:
     """How many processes to use; 0 means one per core."""
     if asked < 0:
         raise ConfigError([f"workers: given {asked}, allowed 0 (one per core) or more"])
-    return asked or len(os.sched_getaffinity(0))
+    return asked or cores()
+
+
+def cores() -> int:
+    """How many cores this process may use."""
+    allowed = getattr(os, "sched_getaffinity", None)  # Linux has it
+    return len(allowed(0)) if allowed else os.cpu_count() or 1
 
 
 @contextmanager

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import signal
 import sys
 from pathlib import Path
@@ -17,6 +16,7 @@ from anycostfl.cli._options import PROFILES
 from anycostfl.config import load_profile
 from anycostfl.errors import ConfigError
 from anycostfl.profile.network import parse_address
+from anycostfl.workers import cores
 
 
 def join(
@@ -71,7 +71,7 @@ def join(
         energy_j=energy_j,
         data=data,
         all_data=all_data,
-        threads=threads or len(os.sched_getaffinity(0)),
+        threads=threads or cores(),
     )
     signal.signal(signal.SIGTERM, _leave)
     try:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import csv
 import io
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
@@ -34,7 +34,7 @@ from anycostfl.cli._series import (
     show,
     working_on,
 )
-from anycostfl.compare import Series, Spent, as_bounds, cost_to, to_markdown
+from anycostfl.compare import CannotCompare, Series, Spent, as_bounds, cost_to, to_markdown
 from anycostfl.config import Config
 from anycostfl.errors import ConfigError, MissingExtra
 from anycostfl.records import write_whole, writing_to
@@ -143,6 +143,7 @@ def _ablation(series: Series, config: Config) -> Finding:
         name: cost_to(records, changed, target)
         for name, (changed, records) in ablation(series, config).items()
     }
+    _check_played(series, found.values())
     header = [f"to {100 * target:g} %", "rounds", *QUANTITIES]
     cells = [[name, *_cells(spent)] for name, spent in found.items()]
     there = {n.removeprefix("anycostfl/"): s.cost for n, s in found.items() if s.reached}
@@ -158,6 +159,7 @@ def _heterogeneity(
     series: Series, config: Config, kind: str, over: tuple[Sequence[str], Sequence[float]]
 ) -> Finding:
     curves = heterogeneity(series, config, kind, *over)
+    _check_played(series, (spent for points in curves.values() for _, spent in points))
     header = ["method", "spread", "rounds", *QUANTITIES]
     cells = [
         [name, f"{value:g}", *_cells(spent)]
@@ -208,6 +210,11 @@ def _against(clean: float | None, accuracy: float | None) -> list[str]:
     if clean is None or accuracy is None:
         return ["–", "–"]
     return [f"{100 * accuracy:.2f}", f"{100 * (accuracy - clean):+.2f}"]
+
+
+def _check_played(series: Series, found: Iterable[Spent]) -> None:
+    if not any(spent.cost.rounds for spent in found):
+        raise CannotCompare(f"{series.folder} holds no run of this; without --show they are played")
 
 
 def _cells(spent: Spent) -> list[str]:

@@ -21,17 +21,17 @@ import torch
 from torch import Tensor
 
 from anycostfl.codec import entropy, kernelplus, kernels, lowrank, wire
-from anycostfl.codec.fit import Fit, load_fit
+from anycostfl.codec.fit import Fit, shipped_fit
 from anycostfl.codec.flat import all_of
 from anycostfl.codec.frame import OVERHEAD, Bond, bond
 from anycostfl.codec.refine import Draft, fill
 from anycostfl.errors import BetaError, PayloadError, UnknownName, UpdateError
 from anycostfl.types import Update
 
-__all__ = ["CODECS", "byte_budget", "compress", "decompress"]
+__all__ = ["CODECS", "byte_budget", "check_codec", "compress", "decompress"]
 
 CODECS = ("kernel", "kernel+", "lowrank")
-DEFAULT_FIT = "fmnist"
+MAGICS = {wire.MAGIC: "kernel", kernelplus.MAGIC: "kernel+", lowrank.MAGIC: "lowrank"}
 
 
 def compress(
@@ -75,7 +75,7 @@ def compress(
         return lowrank.compress_lowrank(tensors, budget, bond(binding, shapes))
     draft = Draft.of(flat, parts, seed, bond(binding, shapes))
     draft = replace(draft, in_context=codec == "kernel+")
-    return fill(draft, budget, (fit or load_fit(DEFAULT_FIT)).predict(beta))
+    return fill(draft, budget, (fit or shipped_fit()).predict(beta))
 
 
 def decompress(
@@ -94,6 +94,13 @@ def decompress(
     if payload.startswith(kernelplus.MAGIC):
         return _shape(*kernelplus.unpack(payload, parts, tie), parts, shapes)
     return _decompress_kernels(payload, parts, shapes, tie)
+
+
+def check_codec(payload: bytes, asked: str) -> None:
+    """Refuse a payload of another codec than was asked for; methods know their own formats."""
+    came = MAGICS.get(payload[:4], asked)
+    if came != asked:
+        raise PayloadError(f"the payload is {came}; {asked} was asked for")
 
 
 def _decompress_kernels(

@@ -20,7 +20,6 @@ from torch import Tensor
 from anycostfl.codec import kernels
 from anycostfl.codec.frame import bond
 from anycostfl.codec.refine import Draft, Guess, choose
-from anycostfl.errors import UnknownName
 
 BETAS = tuple(2.0**-e for e in range(2, 11))
 
@@ -47,7 +46,7 @@ class Fit:
         return Guess(float(np.interp(at, knots, self.sparsity)), round(float(levels)))
 
     def to_json(self) -> str:
-        """The file format of `codec/fits`."""
+        """The file format of `codec/fit.json`."""
         knots = {"beta": self.beta, "sparsity": self.sparsity, "levels": self.levels}
         return json.dumps({name: list(values) for name, values in knots.items()}, indent=2) + "\n"
 
@@ -71,15 +70,7 @@ def fit_update(update: Mapping[str, Tensor], blocks: Mapping[str, int]) -> Fit:
     return Fit(*zip(*sorted(knots), strict=True))
 
 
-def fit_names() -> list[str]:
-    """Every fit that is shipped."""
-    folder = files("anycostfl.codec") / "fits"
-    return sorted(f.name.removesuffix(".json") for f in folder.iterdir() if f.name[0] != "_")
-
-
 @cache
-def load_fit(name: str) -> Fit:
-    """The shipped fit of that name: one per preset."""
-    if name not in fit_names():
-        raise UnknownName(f"no fit {name!r}; there are {', '.join(fit_names())}")
-    return Fit.from_json((files("anycostfl.codec") / "fits" / f"{name}.json").read_text())
+def shipped_fit() -> Fit:
+    """The fit of the CNN on Fashion-MNIST: a first guess for any update."""
+    return Fit.from_json((files("anycostfl.codec") / "fit.json").read_text())

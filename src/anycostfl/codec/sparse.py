@@ -158,9 +158,9 @@ class Ranked:
         return int(self._at_least[0])
 
     def largest(self, count: int) -> Bools:
-        """All elements of the highest ranks, as many as `count` allows, but at least the top.
+        """All elements of the highest ranks, as many as `count` allows.
 
-        None, if none are asked for.
+        Where the top rank alone has more (ties), the first of it.
         """
         if not count or not self.most:
             return np.zeros(self._rank.size, np.bool_)
@@ -168,6 +168,8 @@ class Ranked:
         occurring = int(self._rank.max())
         least = min(int(enough[0]) if enough.size else occurring, occurring)
         chosen: Bools = self._rank >= max(least, 1)
+        if not enough.size or enough[0] > occurring:
+            chosen[np.flatnonzero(chosen)[count:]] = False
         return chosen
 
 

@@ -10,7 +10,6 @@ What cannot be measured is estimated, named in the profile's `guess`, and its un
 
 from __future__ import annotations
 
-import os
 import platform
 import statistics
 import time
@@ -44,6 +43,7 @@ from anycostfl.profile.pace import (
 )
 from anycostfl.shrink import ElasticModel
 from anycostfl.types import Profile
+from anycostfl.workers import cores
 
 TRANSMITTER_W = 0.1
 """The paper's radio, for no machine measures its own."""
@@ -116,7 +116,7 @@ def measure(
     config = settle(config)
     net = elastic_model(config)
     clocks: list[Clock] = []
-    with _threads(threads or len(os.sched_getaffinity(0))) as used:
+    with _threads(threads or cores()) as used:
         clock = _clock(config, root)
 
         def look() -> None:

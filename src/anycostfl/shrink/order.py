@@ -20,7 +20,7 @@ from torch import Tensor
 from anycostfl.coupling import Coupling, Group
 
 Order = Mapping[str, Tensor]
-"""For every group, the old position of the channel that now stands at each place."""
+"""By group, the old position of the channel that now stands at each place; others stay."""
 
 
 def importance(group: Group, state: Mapping[str, Tensor]) -> Tensor:
@@ -88,8 +88,8 @@ def _sources(
     shapes = {coupling.aliases[name]: tensor.shape for name, tensor in state.items()}
     sources: dict[str, dict[int, Tensor]] = defaultdict(dict)
     for group in coupling.groups:
-        places = order[group.name]
-        if torch.equal(places, torch.arange(group.size)):
+        places = order.get(group.name)
+        if places is None or torch.equal(places, torch.arange(group.size)):
             continue
         for slot in group.slots:
             if slot.tensor in shapes:
