@@ -429,6 +429,41 @@ class Squeezed(nn.Module):
         return out
 
 
+class HeadSize(nn.Module):
+    """Attention split by the size of a head, as in Llama: fewer channels would make fewer heads."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.size = 4
+        self.embed, self.head = nn.Linear(5, 32), nn.Linear(32, 3)
+        self.q, self.k, self.v = (nn.Linear(32, 32) for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.embed(x)
+        batch, length, _ = x.shape
+        shape = (batch, length, -1, self.size)
+        q, k, v = (f(x).view(shape).transpose(1, 2) for f in (self.q, self.k, self.v))
+        y = F.scaled_dot_product_attention(q, k, v, scale=0.5).transpose(1, 2)
+        out: Tensor = self.head(y.reshape(batch, length, -1)).mean(1)
+        return out
+
+
+class ShuffleBySize(nn.Module):
+    """Channels shuffled in fours, however many there are."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Conv2d(3, 16, 3, padding=1), nn.Conv2d(16, 12, 3)
+        self.head = nn.Linear(12, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.a(x).relu()
+        batch, channels, height, width = x.shape
+        x = x.view(batch, channels // 4, 4, height, width).transpose(1, 2).flatten(1, 2)
+        out: Tensor = self.head(self.b(x).relu().mean((2, 3)))
+        return out
+
+
 @dataclass(frozen=True)
 class Case:
     """An architecture, an input for it, and whether a cut equals the masked full model.
@@ -495,4 +530,6 @@ ZOO: dict[str, Case] = {
     "training_head": Case(TrainingHead, vectors),
     "tied_autoencoder": Case(TiedAutoencoder, vectors),
     "squeezed": Case(Squeezed, images),
+    "head_size": Case(HeadSize, sequences),
+    "shuffle_by_size": Case(ShuffleBySize, images),
 }

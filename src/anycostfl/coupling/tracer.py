@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -61,6 +62,9 @@ class Product:
 
 BY_POSITION = {"slice", "split", "split_with_sizes", "unsafe_split", "unsafe_split_with_sizes"}
 """Operations that take a part by numbers, which a narrower copy may get wrong without an error."""
+
+RESHAPES = {"view", "reshape", "unflatten"}
+"""The same for sizes, as a model calls them: one call is one operation or two, by memory layout."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -197,9 +201,27 @@ class Tracer(Observer):  # type: ignore[no-untyped-call]  # torch leaves it unty
         return result
 
 
+class _Reshapes(TorchFunctionMode):
+    """Shows every reshape to an observer: `view(b, -1, 8)` makes other heads of fewer channels."""
+
+    def __init__(self, observer: Observer) -> None:
+        super().__init__()
+        self._observer = observer
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:  # signature fixed by torch
+        """Run the function."""
+        del types
+        result = func(*args, **(kwargs or {}))
+        if getattr(func, "__name__", "") in RESHAPES:
+            self._observer.observe(self._observer.where, result)
+        return result
+
+
 @contextmanager
 def follow(model: nn.Module, observer: Observer) -> Iterator[None]:
-    """Tell the observer which module is running and what each one returned."""
+    """Tell the observer which module is running, and what modules and reshapes return."""
 
     def enter(name: str) -> Callable[..., None]:
         return lambda module, _: observer.stack.append((name, module))
@@ -212,7 +234,8 @@ def follow(model: nn.Module, observer: Observer) -> Iterator[None]:
         handles.append(module.register_forward_pre_hook(enter(name)))
         handles.append(module.register_forward_hook(leave))
     try:
-        yield
+        with _Reshapes(observer):
+            yield
     finally:
         for handle in handles:
             handle.remove()

@@ -2,7 +2,7 @@
 
 Two experiments on the real model. First, moving channels must not move the output: a group that
 does when it is turned or shuffled is pinned. Second, a cut must follow the trace: at random widths
-and at the narrowest, every module of the sub-model, and whatever takes a part by position, must
+and at the narrowest, every module of the sub-model, and whatever slices, splits or reshapes, must
 return the shapes that the trace predicts, and the sub-model must run in training too. If one does
 not, in this order: a single channel is not enough and two are, or the groups of that module turn
 together (one dial), or the model's literal sizes are rewritten, or those groups are pinned.
