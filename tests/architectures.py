@@ -434,9 +434,9 @@ class HeadSize(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.size = 4
-        self.embed, self.head = nn.Linear(5, 32), nn.Linear(32, 3)
+        self.size, self.embed = 4, nn.Linear(5, 32)
         self.q, self.k, self.v = (nn.Linear(32, 32) for _ in range(3))
+        self.head = nn.Linear(32, 3)
 
     def forward(self, x: Tensor) -> Tensor:
         x = self.embed(x)

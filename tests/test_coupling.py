@@ -154,6 +154,15 @@ def test_tensors_that_nothing_uses_are_reported() -> None:
     assert trace(Spare(), [torch.randn(2, 4)]).unused == ("spare.weight", "spare.bias")
 
 
+@pytest.mark.parametrize("name", ["group_norms", "lstm"])
+def test_a_tensor_that_nothing_uses_changes_nothing_else(name: str) -> None:
+    model = ZOO[name].build()
+    model.register_parameter("spare", nn.Parameter(torch.ones(7, 7)))
+    coupling = trace(model, [ZOO[name].example(2)])
+    assert coupling.unused == ("spare",)
+    assert coupling.full() == coupling_of(name).full()
+
+
 def test_tracing_leaves_model_and_settings_alone() -> None:
     model = ZOO["encoder_layer"].build().train()
     before = {key: tensor.clone() for key, tensor in model.state_dict().items()}

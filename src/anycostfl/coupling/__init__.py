@@ -134,10 +134,10 @@ def _explore(model: nn.Module, inputs: Sequence[Any], tracer: Tracer) -> None:
     negated = [-x if isinstance(x, Tensor) and x.is_floating_point() else x for x in inputs]
     for tensor in _tensors(negated):
         tracer.enter_data(tensor)
-    with evaluation(model, plain=True), tracer, contextlib.suppress(Exception):
-        model(*negated)
-    with practice(model), tracer, contextlib.suppress(Exception):
-        model(*inputs)
+    runs = (evaluation(model, plain=True), negated), (practice(model, plain=True), inputs)
+    for mode, given in runs:
+        with mode, follow(model, tracer), tracer, contextlib.suppress(Exception):
+            model(*given)
 
 
 def _collect(

@@ -249,29 +249,37 @@ def evaluation(model: nn.Module, *, plain: bool = False) -> Iterator[None]:
     too, whose fused kernels hide what a recurrent layer is made of.
     """
     modes = [(m, m.training) for m in model.modules()]
-    mkldnn = torch._C._get_mkldnn_enabled()
     fast_path = torch.backends.mha.get_fastpath_enabled()
     try:
         model.eval()
-        torch._C._set_mkldnn_enabled(mkldnn and not plain)
         torch.backends.mha.set_fastpath_enabled(False)
-        with torch.no_grad():
+        with _kernels(plain=plain), torch.no_grad():
             yield
     finally:
         for module, training in modes:
             module.training = training
-        torch._C._set_mkldnn_enabled(mkldnn)
         torch.backends.mha.set_fastpath_enabled(fast_path)
 
 
 @contextmanager
-def practice(model: nn.Module) -> Iterator[None]:
+def _kernels(*, plain: bool) -> Iterator[None]:
+    """Without mkldnn if plain."""
+    mkldnn = torch._C._get_mkldnn_enabled()
+    try:
+        torch._C._set_mkldnn_enabled(mkldnn and not plain)
+        yield
+    finally:
+        torch._C._set_mkldnn_enabled(mkldnn)
+
+
+@contextmanager
+def practice(model: nn.Module, *, plain: bool = False) -> Iterator[None]:
     """Training mode without gradients; buffers, modes and random numbers are put back."""
     modes = [(m, m.training) for m in model.modules()]
     buffers = [(b, b.clone()) for b in model.buffers()]
     try:
         model.train()
-        with torch.random.fork_rng(), torch.no_grad():
+        with _kernels(plain=plain), torch.random.fork_rng(), torch.no_grad():
             yield
     finally:
         for module, training in modes:
