@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -139,6 +141,27 @@ def test_a_branch_not_taken_is_explored() -> None:
     positive = trace(ZOO["data_dependent"].build(), [torch.ones(2, 6)])
     assert positive.unused == ()
     assert {"b.weight", "c.weight"} <= {s.tensor for g in positive.groups for s in g.slots}
+
+
+class TwoHeads(nn.Module):
+    """Which head answers depends on the mode, or on the data."""
+
+    def __init__(self, *, by_mode: bool) -> None:
+        super().__init__()
+        self.by_mode = by_mode
+        self.body, self.head, self.other = nn.Linear(6, 16), nn.Linear(16, 5), nn.Linear(16, 5)
+
+    def forward(self, x: Tensor) -> Any:
+        h = self.body(x).relu()
+        if self.by_mode:
+            return (self.head(h), self.other(h)) if self.training else self.head(h)
+        return self.head(h) if x.mean() > 0 else self.other(h)
+
+
+@pytest.mark.parametrize("by_mode", [True, False])
+def test_what_only_training_or_another_branch_returns_is_an_output_too(by_mode: bool) -> None:
+    coupling = trace(TwoHeads(by_mode=by_mode), [torch.rand(2, 6)])
+    assert coupling.full() == {"body": 16}
 
 
 def test_tensors_that_nothing_uses_are_reported() -> None:

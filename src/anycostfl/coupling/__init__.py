@@ -88,9 +88,7 @@ def trace(
     if any(id(tensor) not in tracer.used and tensor.dim() for tensor in named.values()):
         _explore(model, inputs, tracer)
         tracer.products, tracer.outputs = first_run  # those of the example, not of the exploration
-    for tensor in _tensors(result):
-        for label in tracer.labels(tensor):
-            tracer.classes.pin(label, Reason("output", "", "is an output of the model"))
+    _pin_outputs(tracer, result)
     return _collect(tracer, named, {n: first_name[id(t)] for n, t in named.items()}, watch())
 
 
@@ -137,7 +135,13 @@ def _explore(model: nn.Module, inputs: Sequence[Any], tracer: Tracer) -> None:
     runs = (evaluation(model, plain=True), negated), (practice(model, plain=True), inputs)
     for mode, given in runs:
         with mode, follow(model, tracer), tracer, contextlib.suppress(Exception):
-            model(*given)
+            _pin_outputs(tracer, model(*given))
+
+
+def _pin_outputs(tracer: Tracer, result: Any) -> None:
+    for tensor in _tensors(result):
+        for label in tracer.labels(tensor):
+            tracer.classes.pin(label, Reason("output", "", "is an output of the model"))
 
 
 def _collect(
