@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -162,6 +163,62 @@ class TwoHeads(nn.Module):
 def test_what_only_training_or_another_branch_returns_is_an_output_too(by_mode: bool) -> None:
     coupling = trace(TwoHeads(by_mode=by_mode), [torch.rand(2, 6)])
     assert coupling.full() == {"body": 16}
+
+
+class Either(nn.Module):
+    """One way through two layers, or another."""
+
+    def __init__(self, other: Callable[[nn.Module, Tensor], bool]) -> None:
+        super().__init__()
+        self.other = other
+        self.body, self.head = nn.Linear(6, 16), nn.Linear(16, 5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.body(x).relu()
+        result: Tensor = self.head(h.flip(1) if self.other(self, x) else h)
+        return result
+
+
+@pytest.mark.parametrize(
+    "other", [lambda _, x: bool(x.mean() < 0), lambda model, _: bool(model.training)]
+)
+def test_another_branch_is_explored_even_if_every_tensor_was_used(
+    other: Callable[[nn.Module, Tensor], bool],
+) -> None:
+    coupling = trace(Either(other), [torch.rand(2, 6)])
+    assert coupling.groups == ()
+    assert any(pin.reason.operation == "flip" for pin in coupling.pins)
+
+
+def test_noise_that_only_training_adds_pins_nothing() -> None:
+    class Noisy(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.body, self.head = nn.Linear(6, 16), nn.Linear(16, 5)
+
+        def forward(self, x: Tensor) -> Tensor:
+            h = self.body(x).relu()
+            result: Tensor = self.head(h + torch.randn(h.shape) if self.training else h)
+            return result
+
+    assert trace(Noisy(), [torch.rand(2, 6)]).full() == {"body": 16}
+
+
+def test_channels_that_may_feed_a_tensor_nothing_used_stay() -> None:
+    class Tasks(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a, self.b = nn.Linear(6, 12), nn.Linear(12, 16)
+            self.heads = nn.ModuleList(nn.Linear(16, 5) for _ in range(3))
+
+        def forward(self, x: Tensor, task: Tensor) -> Tensor:
+            result: Tensor = self.heads[int(task[0])](self.b(self.a(x).relu()).relu())
+            return result
+
+    coupling = trace(Tasks(), [torch.randn(2, 6), torch.zeros(2, dtype=torch.long)])
+    assert coupling.full() == {"a": 12}
+    reasons = {str(p.reason) for p in coupling.pins if (p.tensor, p.dim) == ("b.weight", 0)}
+    assert reasons == {"unused: may feed heads.1.weight, which the example did not use"}
 
 
 def test_tensors_that_nothing_uses_are_reported() -> None:

@@ -1,8 +1,9 @@
 """Which channels of any nn.Module move together (the ground of Sec. III-B).
 
-`trace` runs the model once on example inputs. Every index of every parameter dimension starts as an
-atom of its own; operations join atoms into classes (`rules.py`). A class is a channel; classes that
-every operation treated alike form a `Group`, the unit that is sorted and shrunk.
+`trace` runs the model on example inputs and explores what they leave out. Every index of every
+parameter dimension starts as an atom of its own; operations join atoms into classes (`rules.py`). A
+class is a channel; classes that every operation treated alike form a `Group`, the unit that is
+sorted and shrunk.
 """
 
 from __future__ import annotations
@@ -63,7 +64,7 @@ def trace(
     forward: Callable[..., Any] | None = None,
     watch: Watch = dict,
 ) -> Coupling:
-    """Find the coupled channels of a model by one forward pass on example inputs.
+    """Find the coupled channels of a model by running it on example inputs.
 
     `forward` may run the model in some other way; `watch` then names the intermediate tensors
     whose extents are wanted.
@@ -85,11 +86,11 @@ def trace(
             "it may return a tensor, or tuples, lists and dicts of them."
         )
     first_run = list(tracer.products), list(tracer.outputs)
-    if any(id(tensor) not in tracer.used and tensor.dim() for tensor in named.values()):
-        _explore(model, inputs, tracer)
-        tracer.products, tracer.outputs = first_run  # those of the example, not of the exploration
+    _explore(model, inputs, tracer)
+    tracer.products, tracer.outputs = first_run  # those of the example, not of the exploration
     _pin_outputs(tracer, result)
-    return _collect(tracer, named, {n: first_name[id(t)] for n, t in named.items()}, watch())
+    aliases = {n: first_name[id(t)] for n, t in named.items()}
+    return _pin_around_unused(_collect(tracer, named, aliases, watch()), named)
 
 
 def _check_memory(named: Mapping[str, Tensor]) -> None:
@@ -128,7 +129,7 @@ def _run(forward: Callable[..., Any], inputs: Sequence[Any]) -> Any:
 
 
 def _explore(model: nn.Module, inputs: Sequence[Any], tracer: Tracer) -> None:
-    """Run on the negated example, and as in training: they may use what the first run did not."""
+    """Run on the negated example, and as in training: they may do what the first run did not."""
     negated = [-x if isinstance(x, Tensor) and x.is_floating_point() else x for x in inputs]
     for tensor in _tensors(negated):
         tracer.enter_data(tensor)
@@ -136,6 +137,20 @@ def _explore(model: nn.Module, inputs: Sequence[Any], tracer: Tracer) -> None:
     for mode, given in runs:
         with mode, follow(model, tracer), tracer, contextlib.suppress(Exception):
             _pin_outputs(tracer, model(*given))
+
+
+def _pin_around_unused(coupling: Coupling, named: Mapping[str, Tensor]) -> Coupling:
+    """Pin the groups that fit a tensor no run used: it may be next to them in a branch unseen."""
+    for unused in coupling.unused:
+        near = {
+            group.name
+            for group in coupling.groups
+            for slot in group.slots
+            if named[slot.tensor].shape[slot.dim] in named[unused].shape
+        }
+        why = f"may feed {unused}, which the example did not use"
+        coupling = coupling.freeze(near, Reason("unused", "", why))
+    return coupling
 
 
 def _pin_outputs(tracer: Tracer, result: Any) -> None:

@@ -101,7 +101,8 @@ class Coupling:
 
     `aliases` maps each tensor's name to the first name of the same tensor (tied weights);
     `returned` lists module calls in order; `watched` holds the intermediate tensors asked for;
-    `unused` names the tensors that no operation touched, kept whole for want of knowledge.
+    `unused` names the tensors that no operation touched, kept whole for want of knowledge, as are
+    the channels that fit them.
     """
 
     groups: tuple[Group, ...]

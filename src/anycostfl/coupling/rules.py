@@ -76,7 +76,7 @@ def elementwise(tracer: Tracer, call: Call) -> None:
 
 @rule("zeros", "ones", "full", "empty", "zeros_like", "ones_like", "full_like", "empty_like")
 @rule("new_zeros", "new_ones", "new_full", "new_empty", "scalar_tensor", "empty_strided")
-@rule("rand_like", "randn_like")
+@rule("rand", "randn", "rand_like", "randn_like")
 def constant(tracer: Tracer, call: Call) -> None:
     """A constant is the same for every channel, so it takes on whatever it meets."""
     for result in call.outputs:
