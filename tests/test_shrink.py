@@ -49,6 +49,29 @@ def test_one_channel_is_not_cut_to_where_a_model_cannot_have_it() -> None:
     assert net.plan(1e-6).widths == {"conv": 2}
 
 
+class Encoder(nn.Module):
+    """Several of torch's transformer layers: all their heads belong to one width."""
+
+    def __init__(self, layers: int, width: int, heads: int) -> None:
+        super().__init__()
+        layer = nn.TransformerEncoderLayer(width, heads, 2 * width, dropout=0.0, batch_first=True)
+        self.embed, self.layers = nn.Linear(5, width), nn.TransformerEncoder(layer, layers)
+        self.head = nn.Linear(width, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.head(self.layers(self.embed(x)).mean(1))
+        return out
+
+
+@pytest.mark.parametrize(("layers", "width", "heads"), [(2, 16, 4), (3, 16, 4), (2, 8, 2)])
+def test_heads_of_all_layers_turn_with_the_width(layers: int, width: int, heads: int) -> None:
+    net = ElasticModel(Encoder(layers, width, heads), torch.randn(2, 6, 5), rule="fast")
+    shared = next(d for d in net.dials if d.sizes[0][0] == "embed")
+    assert len(shared.sizes) == 1 + layers
+    for alpha in (0.1, 0.3, 0.5, 0.7, 0.9):
+        assert net.shrink(alpha).module.train()(torch.randn(3, 6, 5)).shape == (3, 3)
+
+
 def test_a_part_that_is_taken_by_number_keeps_its_place() -> None:
     net = ElasticModel(ZOO["literal_slice"].build(), ZOO["literal_slice"].example(2))
     assert net.plan(0.1).widths.keys() == {"fc1[8:]"}

@@ -4,8 +4,9 @@ Two experiments on the real model. First, moving channels must not move the outp
 does when it is turned or shuffled is pinned. Second, a cut must follow the trace: at random widths
 and at the narrowest, every module of the sub-model, and whatever slices, splits or reshapes, must
 return the shapes that the trace predicts, and the sub-model must run in training too. If one does
-not, in this order: a single channel is not enough and two are, or the groups of that module turn
-together (one dial), or the model's literal sizes are rewritten, or those groups are pinned.
+not, each dial is also cut alone, lest a remedy pass by luck. The remedies, in this order: a single
+channel is not enough and two are, or the groups of that module turn together (one dial), or the
+model's literal sizes are rewritten, with or without one dial, or those groups are pinned.
 """
 
 from __future__ import annotations
@@ -66,6 +67,8 @@ def verified_recipe(model: nn.Module, inputs: Sequence[Any]) -> Recipe:
     """Trace a model and keep only what both experiments confirm."""
     coupling = pin_movers(model, inputs, trace(model, inputs))
     recipe = Recipe(model, coupling, _free_dials(coupling))
+    if first_failure(recipe, inputs, alone=False) is None:
+        return recipe
     failure = first_failure(recipe, inputs)
     while failure is not None:
         recipe, failure = _mend(recipe, failure, model, inputs)
@@ -162,16 +165,10 @@ class Failure:
     message: str
 
 
-def first_failure(recipe: Recipe, inputs: Sequence[Any]) -> Failure | None:
-    """Try cuts at the narrowest and at random widths; the earliest failure of any, or None."""
-    random = np.random.default_rng(0)
-    positions = [[dial.least for dial in recipe.dials]]
-    positions += [
-        [int(random.integers(d.least, max(d.steps, d.least + 1))) for d in recipe.dials]
-        for _ in range(TRIALS)
-    ]
+def first_failure(recipe: Recipe, inputs: Sequence[Any], *, alone: bool = True) -> Failure | None:
+    """Try cuts at several widths; the earliest failure of any, or None."""
     failures = []
-    for chosen in positions if recipe.dials else []:
+    for chosen in _positions(recipe.dials, alone=alone) if recipe.dials else []:
         widths: dict[str, int] = {}
         for dial, position in zip(recipe.dials, chosen, strict=True):
             widths |= dial.widths(position)
@@ -179,6 +176,19 @@ def first_failure(recipe: Recipe, inputs: Sequence[Any]) -> Failure | None:
         if failure is not None:
             failures.append(failure)
     return min(failures, key=lambda failure: failure.position, default=None)
+
+
+def _positions(dials: Sequence[Dial], *, alone: bool) -> list[list[int]]:
+    """Where to turn the dials: all to their least, at random, and perhaps each one alone."""
+    random = np.random.default_rng(0)
+    positions = [[dial.least for dial in dials]]
+    positions += [
+        [int(random.integers(d.least, max(d.steps, d.least + 1))) for d in dials]
+        for _ in range(TRIALS)
+    ]
+    if alone:
+        positions += [[d.least if d is one else d.steps for d in dials] for one in dials]
+    return positions
 
 
 def _try_cut(recipe: Recipe, widths: Mapping[str, int], inputs: Sequence[Any]) -> Failure | None:
@@ -233,19 +243,17 @@ def _mend(
 ) -> tuple[Recipe, Failure | None]:
     """The first remedy that gets further than the failure; see the module docstring."""
     names = _groups_of(recipe, failure.module)
-    wider = _two_at_least(recipe, names)
-    after = first_failure(wider, inputs)
-    if after is None or after.position > failure.position:
-        return wider, after
-    together = _turn_together(recipe, names)
-    after = first_failure(together, inputs)
-    if after is None or after.position > failure.position:
-        return together, after
+    for remedy in (_two_at_least(recipe, names), _turn_together(recipe, names)):
+        after = first_failure(remedy, inputs)
+        if after is None or after.position > failure.position:
+            return remedy, after
     if recipe.source is model and (graph := as_graph(model)) is not None:
         rewritten = _through_graph(recipe, graph, inputs)
-        after = first_failure(rewritten, inputs)
-        if after is None or after.module != failure.module:
-            return rewritten, after
+        names_there = _groups_of(rewritten, failure.module)
+        for remedy in (rewritten, _turn_together(rewritten, names_there)):
+            after = first_failure(remedy, inputs)
+            if after is None or after.module != failure.module:
+                return remedy, after
     reason = Reason("cut", failure.module, f"a narrower copy fails: {failure.message}")
     for pinned in [*({name} for name in sorted(names)), names]:  # one if it is enough, or all
         smaller = _without(recipe, pinned, reason)
