@@ -427,3 +427,51 @@ def test_sizes_that_nothing_can_mend_are_pinned_with_the_reason() -> None:
     assert "conv" not in net.coupling.full()
     assert any(p.reason.operation == "cut" and p.tensor == "conv.weight" for p in net.coupling.pins)
     assert net.shrink(0.25).module(torch.randn(3, 1, 5, 5)).shape == (3, 2)
+
+
+class Flat(nn.Module):
+    """A literal size, and something that a captured graph gets wrong."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv, self.fc1, self.fc2 = nn.Conv2d(1, 8, 3), nn.Linear(72, 10), nn.Linear(10, 2)
+
+    def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
+        y = self.conv(x) if mask is None else self.conv(x) * mask
+        out: Tensor = self.fc2(F.relu(self.fc1(y.view(-1, 72))))
+        return out
+
+
+def test_an_argument_left_out_is_no_tensor() -> None:
+    net = ElasticModel(Flat(), torch.randn(2, 1, 5, 5))
+    assert net.coupling.full() == {"fc1": 10}
+    assert not net.rewritten
+
+
+def test_a_graph_that_misses_a_hook_is_not_used() -> None:
+    class Hooked(Flat):
+        def forward(self, x: Tensor, _mask: Tensor | None = None) -> Tensor:
+            return super().forward(x)
+
+    plain, hooked = Hooked(), Hooked()
+    hooked.register_forward_pre_hook(lambda _, given: (given[0] * 3 - 1,))
+    x = torch.randn(2, 1, 5, 5)
+    assert ElasticModel(plain, x).rewritten
+    net = ElasticModel(hooked.eval(), x)
+    assert torch.equal(net.shrink(1.0).module(x), hooked(x))
+
+
+@pytest.mark.parametrize("used", [True, False])
+def test_a_graph_has_the_buffers_that_are_not_saved_or_is_not_used(used: bool) -> None:
+    class Buffered(Flat):
+        def __init__(self) -> None:
+            super().__init__()
+            self.scale: Tensor
+            self.register_buffer("scale", torch.ones(3), persistent=False)
+
+        def forward(self, x: Tensor, _mask: Tensor | None = None) -> Tensor:
+            return super().forward(x * self.scale[0] if used else x)
+
+    net = ElasticModel(Buffered(), torch.randn(2, 1, 5, 5))
+    net.load(net.permute(tensors_of(net.module), net.sort_channels()))
+    assert list(net.shrink(0.5).module.state_dict()) == list(net.module.state_dict())

@@ -54,7 +54,11 @@ class ElasticModel:
 
     @property
     def rewritten(self) -> bool:
-        """Whether sub-models come from a captured graph because forward holds literal sizes."""
+        """Whether sub-models come from a captured graph because forward holds literal sizes.
+
+        A graph keeps what Python decided when it was captured: an attribute that is changed later,
+        or a layer skipped by `random.random()`, stays as it was.
+        """
         return self._recipe.source is not self.module
 
     @property

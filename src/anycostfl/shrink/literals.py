@@ -7,19 +7,22 @@ with the same parameters under the same names.
 
 from __future__ import annotations
 
+import io
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, redirect_stderr
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, fx, nn
+from torch.utils._pytree import tree_leaves
 
-from anycostfl.coupling import Coupling, trace
+from anycostfl.coupling import Coupling, evaluation, tensors_of, trace
 
 Sizes = Mapping[str, Sequence[int]]
 
 
-def as_graph(model: nn.Module) -> fx.GraphModule | None:
+def as_graph(model: nn.Module, inputs: Sequence[Any]) -> fx.GraphModule | None:
     """The model's forward as a graph, or None where that would not be the same model."""
     mode = model.training
     try:
@@ -29,8 +32,33 @@ def as_graph(model: nn.Module) -> fx.GraphModule | None:
     finally:
         model.train(mode)
     same_code = training.code == evaluating.code  # else the mode would be frozen in
-    same_keys = list(training.state_dict()) == list(model.state_dict())
-    return training.train(mode) if same_code and same_keys else None
+    same_names = _names(training) == _names(model)
+    training.train(mode)
+    return training if same_code and same_names and _agree(model, training, inputs) else None
+
+
+def _names(model: nn.Module) -> tuple[list[str], list[str]]:
+    """Of what is saved and of what there is: a graph saves all of its buffers."""
+    return list(model.state_dict()), list(tensors_of(model))
+
+
+def _agree(model: nn.Module, graph: nn.Module, inputs: Sequence[Any]) -> bool:
+    """Whether both return the same: capture takes None for a tensor and passes by hooks."""
+    try:
+        with silent(), evaluation(model), evaluation(graph):
+            ours, theirs = tree_leaves(model(*inputs)), tree_leaves(graph(*inputs))
+    except Exception:
+        return False
+    return len(ours) == len(theirs) and all(map(_same, ours, theirs))
+
+
+def _same(a: Any, b: Any) -> bool:
+    return torch.equal(a, b) if isinstance(a, Tensor) and isinstance(b, Tensor) else bool(a == b)
+
+
+def silent() -> AbstractContextManager[object]:
+    """A captured graph prints where it failed before it raises; in a trial nobody wants that."""
+    return redirect_stderr(io.StringIO())
 
 
 def trace_graph(graph: fx.GraphModule, inputs: Sequence[Any]) -> Coupling:

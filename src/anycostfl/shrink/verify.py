@@ -11,9 +11,7 @@ model's literal sizes are rewritten, with or without one dial, or those groups a
 
 from __future__ import annotations
 
-import io
 from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager, redirect_stderr
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -33,7 +31,7 @@ from anycostfl.coupling import (
     trace,
 )
 from anycostfl.shrink.cut import cut
-from anycostfl.shrink.literals import as_graph, rewrite, trace_graph
+from anycostfl.shrink.literals import as_graph, rewrite, silent, trace_graph
 from anycostfl.shrink.order import Order, permute
 from anycostfl.shrink.widths import Dial, regions
 
@@ -214,7 +212,7 @@ def _try_cut(recipe: Recipe, widths: Mapping[str, int], inputs: Sequence[Any]) -
 def _run(model: nn.Module, inputs: Sequence[Any], observer: Observer) -> str | None:
     """Let the model run as when it was traced; the message if it fails on the way."""
     try:
-        with _silent(), evaluation(model, plain=True), follow(model, observer), observer:
+        with silent(), evaluation(model, plain=True), follow(model, observer), observer:
             model(*inputs)
     except Exception as error:
         return str(error).partition("\n")[0]
@@ -223,16 +221,11 @@ def _run(model: nn.Module, inputs: Sequence[Any], observer: Observer) -> str | N
 
 def _practises(model: nn.Module, inputs: Sequence[Any]) -> bool:
     try:
-        with _silent(), practice(model):
+        with silent(), practice(model):
             model(*inputs)
     except Exception:
         return False
     return True
-
-
-def _silent() -> AbstractContextManager[object]:
-    """A captured graph prints where it failed before it raises; here that is only a trial."""
-    return redirect_stderr(io.StringIO())
 
 
 # --- what to do about a failure ----------------------------------------------------------------
@@ -247,7 +240,7 @@ def _mend(
         after = first_failure(remedy, inputs)
         if after is None or after.position > failure.position:
             return remedy, after
-    if recipe.source is model and (graph := as_graph(model)) is not None:
+    if recipe.source is model and (graph := as_graph(model, inputs)) is not None:
         rewritten = _through_graph(recipe, graph, inputs)
         names_there = _groups_of(rewritten, failure.module)
         for remedy in (rewritten, _turn_together(rewritten, names_there)):
