@@ -186,6 +186,27 @@ def test_fast_widths_are_multiples_that_hardware_likes() -> None:
         assert all(width % 8 == 0 for width in net.plan(alpha).widths.values())
 
 
+class Factors(nn.Module):
+    """Matrix factorisation: no matrix product."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.users, self.items = nn.Embedding(20, 16), nn.Embedding(20, 16)
+
+    def forward(self, pairs: Tensor) -> Tensor:
+        out: Tensor = (self.users(pairs[:, 0]) * self.items(pairs[:, 1])).sum(-1)
+        return out
+
+
+@pytest.mark.parametrize(("rule", "width"), [("sqrt", 4), ("fast", 1), ("even", 1)])
+def test_without_products_the_share_of_channels_counts(rule: str, width: int) -> None:
+    net = ElasticModel(Factors(), torch.randint(20, (2, 2)), rule=rule)
+    plan = net.plan(1 / 16)
+    assert plan.widths == {"users": width}
+    assert plan.flops_ratio == width / 16
+    assert net.plan(1.0).flops_ratio == 1
+
+
 def test_dials_keep_proportions() -> None:
     dial = Dial((("stream", 64), ("head", 16)))
     assert dial.steps == 16

@@ -158,7 +158,9 @@ def _show_costs(net: ElasticModel, sub: SubModel) -> None:
         ("update, Mbit", full * 32e-6, small * 32e-6, "{:.2f}"),
         ("training MFLOP per sample", flops / 1e6, flops * ratio / 1e6, "{:.1f}"),
     ]
-    rows = [(what, f.format(a), f.format(b), f"{b / a:.3f}") for what, a, b, f in amounts]
+    rows = [
+        (what, f.format(a), f.format(b), f"{b / a:.3f}" if a else "") for what, a, b, f in amounts
+    ]
     out.print(table("cost", ("", ">full", f">α = {sub.plan.alpha:g}", ">ratio"), rows))
     if net.coupling.unused:
         say("Not used on the example input, kept whole: " + ", ".join(net.coupling.unused))

@@ -121,6 +121,13 @@ class Coupling:
         """FLOPs per sample at these widths, two per multiply-add; training counts backward too."""
         return sum(cost.at(widths) * (cost.passes if training else 1) for cost in self.costs)
 
+    def share(self, widths: Widths) -> float:
+        """Training FLOPs as a share of the full model's; of its channels if it has no products."""
+        full = self.full()
+        if flops := self.flops(full):
+            return self.flops(widths) / flops
+        return sum(widths.values()) / sum(full.values()) if full else 1.0
+
     def freeze(self, names: Collection[str], reason: Reason) -> Coupling:
         """The same coupling with some groups pinned."""
         frozen = [group for group in self.groups if group.name in names]

@@ -7,7 +7,8 @@ no width is slower than a wider one. All are monotone in α: a narrower sub-mode
 wider one.
 
 Deviation: first and last layers scale with √α only, so the FLOPs of `sqrt` are not exactly α.
-`WidthPlan.flops_ratio` says what they are.
+`WidthPlan.flops_ratio` says what they are. A model without a matrix product (matrix factorisation)
+has no FLOPs to count; its ratio is the share of channels.
 """
 
 from __future__ import annotations
@@ -122,12 +123,11 @@ def _chain(coupling: Coupling, dials: tuple[Dial, ...], *, halving: bool) -> tup
     save more than a tenth is halved, friendly or not.
     """
     position = {dial: dial.steps for dial in dials}
-    full = coupling.flops(coupling.full())
     channels = _channels(coupling)
 
     def link(at: Mapping[Dial, int]) -> Link:
         widths = {n: w for dial, p in at.items() for n, w in dial.widths(p).items()}
-        return coupling.flops(widths) / full, tuple(widths.items())
+        return coupling.share(widths), tuple(widths.items())
 
     chain = [link(position)]
     while True:
@@ -183,7 +183,7 @@ def make_plan(
         widths=widths,
         index=index,
         shapes={name: tuple(take(state[name], index[name]).shape) for name in state},
-        flops_ratio=coupling.flops(widths) / max(coupling.flops(coupling.full()), 1),
+        flops_ratio=coupling.share(widths),
     )
 
 
