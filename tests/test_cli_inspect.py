@@ -30,6 +30,19 @@ def test_json_is_one_document_with_the_same_numbers(call: Call) -> None:
     }
 
 
+def test_what_is_frozen_is_not_uploaded(call: Call, tmp_path: Path) -> None:
+    (tmp_path / "half.py").write_text(
+        "from torch import nn\n"
+        "def make():\n"
+        "    first = nn.Linear(7, 12).requires_grad_(False)\n"
+        "    return nn.Sequential(first, nn.ReLU(), nn.Linear(12, 2))\n"
+    )
+    _, text, _ = call("inspect", "--model", "half:make", "--alpha", "0.25", "--json", "--input=7")
+    document = json.loads(text)
+    assert document["parameters"] == {"full": 7 * 12 + 12 + 26, "sub": 7 * 6 + 6 + 14}
+    assert document["update_bits"] == {"full": 32 * 26, "sub": 32 * 14}
+
+
 def test_anybodys_model_can_be_inspected(call: Call, tmp_path: Path) -> None:
     (tmp_path / "mine.py").write_text(
         "from torch import nn\n"

@@ -5,7 +5,10 @@ from __future__ import annotations
 import functools
 import re
 from pathlib import Path
+from types import SimpleNamespace
+from typing import cast
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -23,6 +26,7 @@ from anycostfl.downlink import (
     take_step,
 )
 from anycostfl.errors import ConfigError, PayloadError
+from anycostfl.fleet import Cohort
 from anycostfl.server import Server
 from anycostfl.types import DeviceRecord, RoundRecord
 from small_runs import small_config
@@ -168,6 +172,15 @@ def test_a_device_is_sent_what_it_missed_or_all() -> None:
     assert ledger.download(3, step=7, whole=1000) == 5 + 30 + 20 + 7  # from the initial model
     assert ledger.download(99, step=7, whole=1000) == 5 + 30 + 20 + 7  # drawn, but sent nothing
     assert Ledger().download(1, step=7, whole=1000) == 7
+
+
+def test_a_whole_download_holds_frozen_parameters_too(tmp_path: Path) -> None:
+    server = Server(small_config(tmp_path, "compression.downlink=0.1"))
+    server.net.module.get_parameter("fc1.weight").requires_grad_(False)
+    server.begin(0)
+    server.ledger = ledger_of([record(0, 10**9)])
+    cohort = cast("Cohort", SimpleNamespace(index=np.array([3])))
+    assert server.downloads(cohort) == {3: 4 * 1_663_370}
 
 
 def test_only_those_who_were_sent_something_are_charged() -> None:

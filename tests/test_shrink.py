@@ -217,6 +217,12 @@ def test_size_is_32_bits_per_parameter(cnn: ElasticModel) -> None:
     assert cnn.size_bits == 32 * 1_663_370
 
 
+def test_frozen_parameters_are_no_part_of_an_update() -> None:
+    module = nn.Sequential(nn.Linear(8, 6), nn.ReLU(), nn.Linear(6, 3))
+    module[0].requires_grad_(False)
+    assert ElasticModel(module, torch.randn(2, 8)).size_bits == 32 * (6 * 3 + 3)
+
+
 def test_importance_counts_all_producers_in_float64() -> None:
     """Hand-computed: channel norms of two producers are added before sorting."""
     net = ElasticModel(Residual(), torch.randn(2, 2))

@@ -104,7 +104,7 @@ class Server:
         """What every device of a cohort is sent, if there is a public model."""
         if self.step is None:
             return {}
-        step, whole = self.step.size, self.net.size_bits // 8
+        step, whole = self.step.size, 4 * sum(p.numel() for p in self.public.values())
         return {i: self.ledger.download(i, step, whole) for i in cohort.index.tolist()}
 
     def close(

@@ -64,7 +64,7 @@ class ElasticModel:
     @property
     def size_bits(self) -> int:
         """S of the paper: the size of an uncompressed update, 32 bits per trainable element."""
-        return 32 * sum(p.numel() for p in self.module.parameters())
+        return 32 * sum(p.numel() for p in self.module.parameters() if p.requires_grad)
 
     @property
     def training_flops(self) -> float:
