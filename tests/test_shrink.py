@@ -223,6 +223,12 @@ def test_frozen_parameters_are_no_part_of_an_update() -> None:
     assert ElasticModel(module, torch.randn(2, 8)).size_bits == 32 * (6 * 3 + 3)
 
 
+def test_blocks_are_those_of_matrices(cnn: ElasticModel) -> None:
+    """Channels of a GroupNorm come in twos or more, but a convolution's kernels stay k × k."""
+    assert cnn.blocks() == {"fc1.weight": 49}
+    assert elastic("resnet18_gn").blocks() == {"head.weight": 16}
+
+
 def test_importance_counts_all_producers_in_float64() -> None:
     """Hand-computed: channel norms of two producers are added before sorting."""
     net = ElasticModel(Residual(), torch.randn(2, 2))

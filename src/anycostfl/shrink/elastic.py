@@ -91,13 +91,17 @@ class ElasticModel:
     def blocks(self) -> dict[str, int]:
         """For every matrix whose inputs come in blocks: how many one channel owns (after flatten).
 
-        The codec keeps or drops such a block as one kernel.
+        The codec keeps or drops such a block as one kernel. Convolutions have kernels of their own.
         """
+        weights = tensors_of(self.module)
         return {
             slot.tensor: slot.owned
             for group in self.coupling.groups
             for slot in group.slots
-            if slot.dim == 1 and slot.owned > 1 and _consecutive(slot)
+            if weights[slot.tensor].dim() == 2
+            and slot.dim == 1
+            and slot.owned > 1
+            and _consecutive(slot)
         }
 
     def shrink(self, alpha: float) -> SubModel:
