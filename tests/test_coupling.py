@@ -274,10 +274,16 @@ def test_flops_agree_with_torchs_counter_where_it_is_right(name: str) -> None:
 
 
 def test_recurrent_flops_are_counted() -> None:
-    """One LSTM layer: 8 · h · (input + h) per step forward, three times that for training."""
+    """One LSTM layer: 8 · h · (input + h) per step forward.
+
+    Training takes twice that where no gradient is needed of what enters, the data and the first
+    state, and three times elsewhere.
+    """
     coupling = trace(nn.LSTM(5, 8, batch_first=True), [torch.randn(2, 7, 5)])
     forward = 7 * 2 * 4 * 8 * (5 + 8)
     assert coupling.flops(coupling.full(), training=False) == forward
+    data, first, later = 7 * 2 * 4 * 8 * 5, 2 * 4 * 8 * 8, 6 * 2 * 4 * 8 * 8
+    assert coupling.flops(coupling.full()) == 2 * data + 2 * first + 3 * later
 
 
 def test_depthwise_flops_are_counted_per_channel() -> None:

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from anycostfl import (
     AlphaError,
+    CalibrationError,
     ElasticModel,
     NotShrinkable,
     ShapeMismatch,
@@ -338,6 +339,32 @@ def test_recalibration_measures_mean_and_variance() -> None:
     assert all(module.training for module in net.modules())
 
 
+def test_recalibration_on_nothing_is_refused_and_changes_nothing() -> None:
+    net = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4))
+    batches = (torch.randn(8, 3) + 2 for _ in range(3))
+    recalibrate(net, batches)
+    before = {n: t.clone() for n, t in net.state_dict().items()}
+    with pytest.raises(CalibrationError, match="no batch was given"):
+        recalibrate(net, batches)
+    assert all(torch.equal(t, before[n]) for n, t in net.state_dict().items())
+
+
+def test_recalibration_that_fails_leaves_the_momentum() -> None:
+    net = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4))
+    with pytest.raises(RuntimeError):
+        recalibrate(net, [torch.randn(8, 5)])
+    assert net[1].momentum == 0.1
+
+
+@pytest.mark.filterwarnings("error")
+def test_a_norm_without_tensors_knows_its_width() -> None:
+    layers = [nn.Conv2d(3, 8, 3), nn.InstanceNorm2d(8), nn.ReLU(), nn.Flatten()]
+    net = ElasticModel(nn.Sequential(*layers, nn.Linear(288, 3)), torch.randn(2, 3, 8, 8))
+    sub = net.shrink(0.25).module
+    assert sub(torch.randn(2, 3, 8, 8)).shape == (2, 3)
+    assert sub.get_submodule("1").num_features == 4
+
+
 def test_recalibration_rescues_a_narrow_sub_model() -> None:
     """With the full model's statistics a sub-model's normalised activations are off."""
     net = elastic("resnet18")
@@ -374,6 +401,11 @@ def test_alpha_outside_its_range_is_refused(cnn: ElasticModel, alpha: float) -> 
 def test_an_example_the_model_rejects_is_refused_with_its_shape() -> None:
     with pytest.raises(TraceError, match=r"\(2, 3, 28, 28\).*expected input"):
         ElasticModel(models.load("cnn").build(), torch.randn(2, 3, 28, 28))
+
+
+def test_a_lazy_model_must_run_first() -> None:
+    with pytest.raises(TraceError, match=r"0\.weight has no shape yet; run the model once first"):
+        ElasticModel(nn.Sequential(nn.LazyLinear(8), nn.Linear(8, 3)), torch.randn(2, 6))
 
 
 def test_a_missing_example_is_refused() -> None:

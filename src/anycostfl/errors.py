@@ -25,6 +25,10 @@ class ShapeMismatch(AnycostError, ValueError):  # noqa: N818 - reads as what hap
     """A state whose keys or shapes are not those of the model."""
 
 
+class CalibrationError(AnycostError, ValueError):
+    """Statistics were to be measured on no data."""
+
+
 class BetaError(AnycostError, ValueError):
     """A compression rate outside (0, 1], or too low for even an empty payload."""
 

@@ -17,6 +17,7 @@ from typing import Any
 
 import numpy as np
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 from torch.utils._pytree import tree_leaves
 
 from anycostfl.coupling.atoms import AtomClasses, Label, Reason
@@ -71,6 +72,7 @@ def trace(
     """
     tracer = Tracer(RULES, unknown)
     named = tensors_of(model)
+    _check_shapes(named)
     _check_memory(named)
     first_name: dict[int, str] = {}
     for name, tensor in named.items():
@@ -91,6 +93,13 @@ def trace(
     _pin_outputs(tracer, result)
     aliases = {n: first_name[id(t)] for n, t in named.items()}
     return _pin_around_unused(_collect(tracer, named, aliases, watch()), named)
+
+
+def _check_shapes(named: Mapping[str, Tensor]) -> None:
+    """Refuse lazy tensors, which have no shape before the model has run."""
+    lazy = [name for name, tensor in named.items() if is_lazy(tensor)]
+    if lazy:
+        raise TraceError(f"{lazy[0]} has no shape yet; run the model once first, on an example")
 
 
 def _check_memory(named: Mapping[str, Tensor]) -> None:

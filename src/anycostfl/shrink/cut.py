@@ -8,7 +8,7 @@ model's own forward (`x.view(-1, 1024)`) are `literals.py`'s business.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -61,6 +61,12 @@ def _fix_batch_norm(_old: nn.BatchNorm2d, new: nn.BatchNorm2d) -> None:
     kept = new.weight if new.affine else new.running_mean
     if kept is not None:
         new.num_features = kept.shape[0]
+
+
+def fix_bare_norm(module: nn.Module, returned: Sequence[Sequence[int]]) -> None:
+    """An InstanceNorm without tensors knows its width only from what it returns."""
+    if isinstance(module, nn.modules.instancenorm._InstanceNorm) and not module.affine:
+        module.num_features = returned[0][-module._get_no_batch_dim()]  # type: ignore[no-untyped-call]
 
 
 def _fix_layer_norm(_old: nn.LayerNorm, new: nn.LayerNorm) -> None:

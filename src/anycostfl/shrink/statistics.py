@@ -7,12 +7,15 @@ inference runs a few batches through `recalibrate` first.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from itertools import chain
 
 import torch
 from torch import Tensor, nn
 
 from anycostfl.coupling import evaluation
+from anycostfl.errors import CalibrationError
 
 RECALIBRATION_IMAGES = 1024
 
@@ -26,16 +29,30 @@ def recalibrate(module: nn.Module, batches: Iterable[Tensor]) -> None:
     ]
     if not norms:
         return
+    first = next(remaining := iter(batches), None)
+    if first is None:
+        raise CalibrationError(
+            "no batch was given to measure BatchNorm statistics on; give at least one "
+            "(a generator that has been read through gives none)"
+        )
+    with evaluation(module), _plain_average(norms):  # dropout stays off
+        for batch in chain([first], remaining):
+            module(batch)
+
+
+@contextmanager
+def _plain_average(norms: Sequence[nn.modules.batchnorm._BatchNorm]) -> Iterator[None]:
+    """Statistics begin anew and average all batches alike."""
     momenta = [norm.momentum for norm in norms]
-    with evaluation(module):  # dropout stays off
+    try:
         for norm in norms:
             norm.reset_running_stats()
-            norm.momentum = None  # the plain average of all batches
+            norm.momentum = None
             norm.train()
-        for batch in batches:
-            module(batch)
-    for norm, momentum in zip(norms, momenta, strict=True):
-        norm.momentum = momentum
+        yield
+    finally:
+        for norm, momentum in zip(norms, momenta, strict=True):
+            norm.momentum = momentum
 
 
 def calibration_batches(images: Tensor) -> list[Tensor]:

@@ -30,7 +30,7 @@ from anycostfl.coupling import (
     tensors_of,
     trace,
 )
-from anycostfl.shrink.cut import cut
+from anycostfl.shrink.cut import cut, fix_bare_norm
 from anycostfl.shrink.literals import as_graph, rewrite, silent, trace_graph
 from anycostfl.shrink.order import Order, permute
 from anycostfl.shrink.widths import Dial, regions
@@ -58,6 +58,8 @@ class Recipe:
         if isinstance(small, fx.GraphModule):
             watched = self.coupling.watched.items()
             rewrite(small, {name: [round(e.at(widths)) for e in dims] for name, dims in watched})
+        for call in self.coupling.returned:
+            fix_bare_norm(small.get_submodule(call.module), call.at(widths))
         return small
 
 
