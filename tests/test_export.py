@@ -19,11 +19,11 @@ import torch
 from click.testing import Result
 from safetensors import safe_open
 from safetensors.torch import load_file
-from torch import nn
+from torch import Tensor, nn
 from typer.testing import CliRunner
 
 import anycostfl
-from anycostfl import models
+from anycostfl import SubModel, models
 from anycostfl.cli import build_app
 from anycostfl.config import load_preset, to_toml
 from anycostfl.coupling import tensors_of
@@ -341,6 +341,17 @@ def test_table_of_widths(cnn_run: Path) -> None:
     assert narrow["accuracy"] == right / len(dataset.test_labels)
 
 
+def test_a_table_leaves_out_what_cannot_be_cut(
+    cnn_run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = shutil.copytree(cnn_run, tmp_path / "run")
+    monkeypatch.setattr("anycostfl.export.least_alpha", lambda _: 0.9)
+    done = call(run, "--table", "--json")
+    assert done.exit_code == 0, done.output
+    assert [row["alpha"] for row in json.loads(done.stdout)["widths"]] == [1.0]
+    assert "0.375, 0.25 is left out" in " ".join(done.stderr.split())
+
+
 # --- bad input ------------------------------------------------------------------------------------
 
 
@@ -414,6 +425,21 @@ def test_a_file_that_disagrees_is_not_kept(cnn_run: Path, tmp_path: Path) -> Non
         next(sub.module.parameters()).fill_(math.nan)
     with pytest.raises(ExportError, match="differs from PyTorch by nan"):
         write(trained, sub, tmp_path / "cnn.safetensors", "safetensors")
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("name", ["torch", "onnx"])
+def test_a_model_that_torch_cannot_export_is_refused_in_one_line(
+    cnn_run: Path, tmp_path: Path, name: str
+) -> None:
+    class Branches(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return x.flatten(1) if float(x.sum()) > 0 else -x.flatten(1)
+
+    trained = open_trained(cnn_run)
+    sub = SubModel(Branches().eval(), trained.net.plan(1.0))
+    with pytest.raises(ExportError, match=r"torch cannot export this model: [^\n]+; --format"):
+        write(trained, sub, tmp_path / "branches", name)
     assert list(tmp_path.iterdir()) == []
 
 

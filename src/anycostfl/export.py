@@ -251,8 +251,9 @@ def write(trained: Trained, sub: SubModel, path: Path, format_name: str) -> floa
     kind = FORMATS[format_name]
     with _folder_of(path) as folder:
         part = Path(folder, path.stem + kind.suffix)
-        kind.write(sub.module, trained.example(2), part, describe(trained, sub))
-        difference = _difference(sub.module, kind.read(sub.module, part), trained.example)
+        with _explained():
+            kind.write(sub.module, trained.example(2), part, describe(trained, sub))
+            difference = _difference(sub.module, kind.read(sub.module, part), trained.example)
         if not difference <= TOLERANCE:
             raise ExportError(
                 f"the {format_name} file differs from PyTorch by {difference:.2g} "
@@ -260,6 +261,21 @@ def write(trained: Trained, sub: SubModel, path: Path, format_name: str) -> floa
             )
         os.replace(part, path)
     return difference
+
+
+@contextmanager
+def _explained() -> Iterator[None]:
+    """Whatever torch's exporters raise, in one line."""
+    try:
+        yield
+    except (AnycostError, OSError, SafetensorError):
+        raise
+    except Exception as error:
+        why = str(error.__cause__ or error).partition("\n")[0]
+        raise ExportError(
+            f"torch cannot export this model: {why}; "
+            "--format safetensors or elastic needs no export"
+        ) from error
 
 
 @contextmanager

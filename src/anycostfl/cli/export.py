@@ -44,7 +44,7 @@ def export(
         _export_elastic(trained, out_file or run / exporting.default_name(trained, "", None), json)
     elif table_:
         _note(exporting.warnings_of(trained, alpha or ()))
-        _measure(trained, run, alpha or TABLE_ALPHAS, json)
+        _measure(trained, run, alpha or _table_alphas(trained), json)
     else:
         fitted = exporting.widest(trained, exporting.parse_limit(fit), format_) if fit else None
         chosen = [fitted.alpha] if fitted else alpha or []
@@ -75,6 +75,15 @@ def _refuse_nonsense(
         problems.append(f"--out: one file for {len(alpha)} widths; leave it out, or give one alpha")
     if problems:
         raise ConfigError(problems)
+
+
+def _table_alphas(trained: Trained) -> list[float]:
+    """The usual widths, as far as the model goes."""
+    least = exporting.least_alpha(trained.net)
+    below = [f"{alpha:g}" for alpha in TABLE_ALPHAS if alpha < least]
+    if below:
+        note(f"α = {', '.join(below)} is left out: the narrowest cut there is has α = {least:.4g}")
+    return [alpha for alpha in TABLE_ALPHAS if alpha >= least]
 
 
 def _note(remarks: Sequence[str]) -> None:
