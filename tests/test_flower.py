@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import logging
 import math
@@ -24,14 +25,17 @@ from anycostfl.config import Config
 from anycostfl.errors import AnycostError
 from anycostfl.experiment import prepare, settle
 from anycostfl.flower import messages, roster, server
+from anycostfl.flower.messages import MessageError
 from anycostfl.flower.numbers import Numbers, Stranger, Taken, note_nodes
 from anycostfl.flower.roster import NotEnoughDevices, Terms
 from anycostfl.flower.strategy import AnycostStrategy
-from anycostfl.rounds import DUPLICATE
-from anycostfl.runs import Turn
+from anycostfl.records import read_journal
+from anycostfl.rounds import DUPLICATE, Outcome
+from anycostfl.runs import Turn, begin
+from anycostfl.server import Server
 from anycostfl.simulate import play
-from anycostfl.types import RoundRecord
-from anycostfl.workers import one_thread
+from anycostfl.types import RoundRecord, make_devices
+from anycostfl.workers import Reply, one_thread
 from flower_grid import FIRST_NODE, LocalGrid, Tamper, honest
 from small_runs import small_config
 
@@ -343,6 +347,45 @@ def test_impossible_offers_keep_nodes_out(tmp_path: Path) -> None:
 
     (turn,) = over_flower(config, tamper, replace(QUICK, wait_for=2))
     assert [d.device for d in turn.record.devices] == [0, 4]
+
+
+MEANS = {
+    "samples": 80.0, "flops_per_cycle": 4.0, "energy_coefficient": 1e-27, "frequency_min_hz": 1e8,
+    "frequency_max_hz": 2e9, "rate_bps": 1e7, "power_w": 0.1, "latency_s": 0.15, "energy_j": 0.03,
+    "overhead": 0.0,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("samples", 1e19), ("samples", 0.5), ("energy_coefficient", 1e-300), ("energy_j", 1e300),
+     ("overhead", -1.0), ("overhead", 1e200), ("distance_m", -1.0), ("rate_bps", math.inf)],
+)  # fmt: skip
+def test_an_offer_of_numbers_that_no_device_has_is_refused(name: str, value: float) -> None:
+    offer = messages.Offer(0, 0, 10.0, make_devices(**MEANS))
+    records = RecordDict({"offer": offer.pack()})
+    assert messages.read_offer(records).means == offer.means
+    records.config_records["offer"][name] = value
+    with pytest.raises(MessageError, match=f"{name}: given .*, allowed a number in"):
+        messages.read_offer(records)
+
+
+def test_whatever_may_be_offered_can_be_planned_with_and_written_down(tmp_path: Path) -> None:
+    config = config_of(tmp_path)
+    rounds, writer = Server(config), begin(tmp_path / "run", config)
+    for number, (name, end) in enumerate(itertools.product(MEANS, ("low", "high"))):
+        extreme = {name: getattr(messages.QUANTITIES.get(name, messages.QUANTITY), end)}
+        if name.startswith("frequency"):
+            extreme = {"frequency_min_hz": extreme[name], "frequency_max_hz": extreme[name]}
+        offers = [
+            messages.Offer(device, 0, 0.0, make_devices(**{**MEANS, **row}))
+            for device, row in enumerate(({}, extreme))
+        ]
+        planned = rounds.plan(0, roster.cohort_of(offers), [0, 1])
+        outcomes = [Outcome(a, Reply(a.device), "ok") for a in planned.assignments]
+        record = rounds.close(planned, outcomes, None, downloads={})
+        writer.append(replace(record, round=number))
+    assert read_journal(tmp_path / "run")[1] == ()
 
 
 # --- who does not answer --------------------------------------------------------------------------

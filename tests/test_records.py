@@ -9,6 +9,7 @@ import signal
 import time
 import traceback
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from multiprocessing import forkserver
 from pathlib import Path
@@ -52,6 +53,15 @@ def test_what_was_written_is_read(tmp_path: Path) -> None:
     assert torch.equal(saved.checkpoint.memories[7]["w"], torch.ones(2))
     assert torch.equal(saved.checkpoint.velocity["w"], torch.full((50,), 3.0))
     assert saved.remarks == ()
+
+
+def test_a_round_that_could_not_be_read_back_is_not_written(tmp_path: Path) -> None:
+    writer = write_some(tmp_path / "run", 1)
+    (device,) = record(1).devices
+    with pytest.raises(StorageError, match="round 1 cannot be written down: samples is"):
+        writer.append(replace(record(1), devices=(replace(device, samples=10**19),)))
+    writer.append(record(1))
+    assert read_run(tmp_path / "run").records == (record(0), record(1))
 
 
 def test_only_the_last_two_checkpoints_are_kept(tmp_path: Path) -> None:

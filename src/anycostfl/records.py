@@ -133,7 +133,11 @@ class RunWriter:
             write_whole(self.folder / CONFIG, config.encode())
 
     def append(self, record: RoundRecord) -> None:
-        """Add a round to the journal."""
+        """Add a round to the journal, unless it could not be read back."""
+        try:
+            _check_round(record)
+        except ValueError as error:
+            raise StorageError(f"round {record.round} cannot be written down: {error}") from error
         now = time.monotonic()
         timing = {"round": record.round, "seconds": round(now - self._last, 4)}
         self._last = now
@@ -327,9 +331,7 @@ def _as_record(table: Mapping[str, Any]) -> RoundRecord:
     )
     step = table.get("step_bytes", 0)
     record = RoundRecord(table["round"], table["accuracy"], devices, step)
-    _check_kinds(record)
-    for device in devices:
-        _check_kinds(device)
+    _check_round(record)
     return record
 
 
@@ -345,6 +347,12 @@ _FIELDS = {
     kind: [(item.name, _KINDS[str(item.type)]) for item in dataclasses.fields(kind)]
     for kind in (RoundRecord, DeviceRecord)
 }
+
+
+def _check_round(record: RoundRecord) -> None:
+    _check_kinds(record)
+    for device in record.devices:
+        _check_kinds(device)
 
 
 def _check_kinds(record: RoundRecord | DeviceRecord) -> None:

@@ -20,6 +20,7 @@ from flwr.app import Array, ArrayRecord, ConfigRecord, Message, RecordDict
 from flwr.supercore.inflatable.inflatable_object import get_all_nested_objects
 from torch import Tensor
 
+from anycostfl.checks import Interval
 from anycostfl.downlink import Step
 from anycostfl.errors import AnycostError, ConfigError
 from anycostfl.methods import State, Upload
@@ -111,13 +112,20 @@ class Offer:
         return ConfigRecord({**who, "holds": self.holds, **row})
 
 
+QUANTITY = Interval(1e-30, 1e18)
+QUANTITIES = {
+    "samples": Interval(1, 1e12),
+    "overhead": Interval(0, 1e18),
+    "distance_m": Interval(0, 1e18),
+}
+"""What an offer may say: wider than any device, narrow enough to plan with and to write down."""
+
+
 def read_offer(records: RecordDict) -> Offer:
-    """The offer in a message; its numbers are checked as those of any device are."""
+    """The offer in a message, if every number of it is one that a device could have."""
     table = _table(records, "offer")
-    row = {item.name: _value(table, item.name, float) for item in fields(Devices)}
-    distance_m = _value(table, "distance_m", float)
-    if not (math.isfinite(distance_m) and distance_m >= 0):
-        raise MessageError(f"distance_m: given {distance_m}, allowed 0 or more")
+    row = {item.name: _quantity(table, item.name) for item in fields(Devices)}
+    distance_m = _quantity(table, "distance_m")
     try:
         means = make_devices(**row)
     except ConfigError as error:
@@ -129,6 +137,13 @@ def read_offer(records: RecordDict) -> Offer:
         means=means,
         holds=_value(table, "holds", bytes),
     )
+
+
+def _quantity(table: ConfigRecord, name: str) -> float:
+    value, allowed = _value(table, name, float), QUANTITIES.get(name, QUANTITY)
+    if not allowed.contains(value):
+        raise MessageError(f"{name}: given {value:g}, allowed {allowed}")
+    return value
 
 
 # --- the server gives a task, the device returns a result -----------------------------------------
