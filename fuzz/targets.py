@@ -269,7 +269,7 @@ def message_target() -> Target:
     ask = messages.Ask("summary = 'x'", 1)
     order = {"conv": torch.arange(4)}
     steps = (Step(0, order, bytes(30)), Step(1, {}, b""))
-    download = messages.Download({"w": torch.ones(3)}, steps)
+    download = messages.Download({"w": torch.ones(3)}, steps, b"mark")
     how = Upload(0.1, 1, BINDING)
     task = messages.Task(ask, 3, 0.5, {"conv": 4}, how, 5, bytes(40), order, download)
     result = messages.Result(bytes(50), "", 0.5, offer)

@@ -132,6 +132,18 @@ def test_after_a_restart_devices_go_on_from_what_they_hold(tmp_path: Path) -> No
     assert all(torch.equal(t, fresh[-1].after.state[n]) for n, t in again[-1].after.state.items())
 
 
+def test_a_device_that_forgot_its_public_model_says_so_and_catches_up(tmp_path: Path) -> None:
+    config = config_of(tmp_path, "compression.downlink=0.1", "run.rounds=4")
+    grid, seen = LocalGrid(5), []
+    for turn in server.play(config, grid, QUICK):
+        seen.append(turn.record.devices)
+        if turn.record.round == 1:  # it is restarted, and back before the server looks
+            grid.contexts[FIRST_NODE + 1].state = RecordDict()
+    assert [devices[1].status == "ok" for devices in seen] == [True, True, False, True]
+    assert seen[2][1].status.startswith("failed: this device holds another public model")
+    assert seen[3][1].bytes_down > 2 * seen[3][0].bytes_down  # from the initial model on
+
+
 def test_a_strategy_goes_on_without_those_who_fail(tmp_path: Path) -> None:
     def tamper(device: int, sent: Message, reply: Message) -> Message | None:
         if sent.metadata.message_type != "train":

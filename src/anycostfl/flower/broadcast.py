@@ -2,7 +2,9 @@
 
 A device says in its offer what it holds, by a digest, not by a round's number: after a server went
 back to a checkpoint, a round of the same number may have another public model. Steps live in memory
-only. Whoever holds something else is sent the whole model.
+only. Whoever holds something else is sent the whole model. Steps come with the mark of what they
+start from, for a device may have been restarted since its offer: it then fails its task, and its
+next offer says what it holds now.
 """
 
 from __future__ import annotations
@@ -47,7 +49,7 @@ class Chain:
             ago = self._marks[::-1].index(mark)  # a step may change nothing: the latest counts
             missed = tuple(self._steps[len(self._steps) - ago :])
             if sum(step.size for step in missed) < self._whole():
-                return Download(steps=missed)
+                return Download(steps=missed, base=mark)
         return Download(whole=self._public)
 
     def _whole(self) -> int:

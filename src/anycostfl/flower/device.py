@@ -156,6 +156,8 @@ class Device:
 
     def catch_up(self, public: State, download: Download) -> State:
         """The public model of this round, from the one that the device holds; none without one."""
+        if not download.whole and download.base != mark_of(public):
+            raise MessageError("this device holds another public model than the steps start from")
         public = download.whole or public
         for step in download.steps:
             public = take_step(self.side.net, public, step, self.text)

@@ -151,10 +151,14 @@ def _quantity(table: ConfigRecord, name: str) -> float:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Download:
-    """What brings a device's public model up to date: the whole of it, or the steps it missed."""
+    """What brings a device's public model up to date: the whole of it, or the steps it missed.
+
+    `base` marks the public model that the steps start from.
+    """
 
     whole: State = field(default_factory=dict)
     steps: tuple[Step, ...] = ()
+    base: bytes = b""
 
     @property
     def size(self) -> int:
@@ -172,13 +176,16 @@ class Download:
         return {
             "public": pack_state(self.whole),
             "steps": ArrayRecord(arrays),
-            "rounds": ConfigRecord({"rounds": [step.round for step in self.steps]}),
+            "rounds": ConfigRecord(
+                {"rounds": [step.round for step in self.steps], "base": self.base}
+            ),
         }
 
 
 def read_download(records: RecordDict) -> Download:
     """The download in a message."""
-    rounds = _table(records, "rounds").get("rounds")
+    table = _table(records, "rounds")
+    rounds = table.get("rounds")
     if not isinstance(rounds, list):
         raise MessageError("a download that does not say which rounds its steps belong to")
     arrays: Mapping[str, Array] = records.array_records.get("steps") or {}
@@ -193,7 +200,7 @@ def read_download(records: RecordDict) -> Download:
         if not isinstance(number, int):
             raise MessageError(f"a step of round {number!r}")
         steps.append(Step(number, order, _bytes_of(records, "steps", f"{i}/payload", PAYLOAD)))
-    return Download(read_state(records, "public"), tuple(steps))
+    return Download(read_state(records, "public"), tuple(steps), _value(table, "base", bytes))
 
 
 @dataclass(frozen=True, slots=True, eq=False)
