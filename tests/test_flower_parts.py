@@ -11,7 +11,7 @@ import stat
 import threading
 from base64 import b64decode
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import fields, replace
 from datetime import UTC, datetime, timedelta
 from email.utils import format_datetime
 from importlib import resources
@@ -29,6 +29,7 @@ from flwr.app import Array, ArrayRecord, Context, Message, RecordDict
 from flwr.common.constant import TIMESTAMP_HEADER
 from flwr.proto.node_pb2 import Node
 from flwr.supercore.constant import FLEET_HTTP_PUBLIC_KEY_HEADER, FLEET_HTTP_SIGNATURE_HEADER
+from flwr.supercore.inflatable.inflatable_object import get_all_nested_objects
 from flwr.supercore.primitives.asymmetric import bytes_to_public_key, verify_signature
 from flwr.supercore.protobuf.client import ProtobufRequestContext
 from flwr.supercore.task_identity import TaskIdentity
@@ -49,6 +50,8 @@ from anycostfl.flower.messages import (
     TENSOR,
     Ask,
     MessageError,
+    Offer,
+    Result,
     pack_refusal,
     pack_state,
     pack_weights,
@@ -60,8 +63,8 @@ from anycostfl.flower.messages import (
 from anycostfl.flower.node import Address
 from anycostfl.flower.post import PostOffice, Spoilt
 from anycostfl.flower.roster import Terms
-from anycostfl.flower.superlink import LocalControl, is_allowed
-from anycostfl.types import Scale
+from anycostfl.flower.superlink import LARGEST_BODY, LocalControl, is_allowed
+from anycostfl.types import Devices, Scale, make_devices
 from flower_grid import through_bytes
 from small_runs import small_config, small_dataset
 
@@ -289,11 +292,46 @@ def test_control_is_for_this_machine_only(path: str, caller: str, *, allowed: bo
         answers.append(message)
 
     async def receive() -> Any:
-        raise AssertionError("nothing to read")
+        assert allowed, "nothing of a stranger's request is read"
+        return {"type": "http.request"}
 
     asyncio.run(LocalControl(behind)({**scope, "method": "POST"}, receive, send))
     assert reached == ([path] if allowed else [])
     assert allowed or answers[0]["status"] == 403
+
+
+@pytest.mark.parametrize(("parts", "read"), [(6, True), (7, False), (7000, False)])
+def test_no_request_is_read_that_is_longer_than_a_part_of_a_message(
+    parts: int, *, read: bool
+) -> None:
+    came: list[bytes] = []
+    answers: list[Any] = []
+    taken = 0
+
+    async def behind(_scope: Scope, receive: Receive, _send: Send) -> None:
+        came.append((await receive())["body"])
+
+    async def send(message: Any) -> None:
+        answers.append(message)
+
+    async def receive() -> Any:
+        nonlocal taken
+        taken += 1
+        return {"type": "http.request", "body": bytes(1 << 20), "more_body": taken < parts}
+
+    scope = {"type": "http", "path": "/v1/fleet/push-object", "client": ("203.0.113.9", 5555)}
+    asyncio.run(LocalControl(behind)({**scope, "method": "POST"}, receive, send))
+    assert [len(body) for body in came] == ([6 << 20] if read else [])
+    assert taken == min(parts, 7)
+    assert read or answers[0]["status"] == 413
+
+
+def test_what_a_device_sends_goes_up_in_parts_that_are_read() -> None:
+    TaskIdentity.task_id, TaskIdentity.run_id, TaskIdentity.node_id = 1, 1, 1
+    offer = Offer(0, 0, 0.0, make_devices(**{item.name: 1.0 for item in fields(Devices)}))
+    result = Result(bytes(30 << 20), "", 1.0, offer)
+    parts = get_all_nested_objects(Message(result.pack(), 5, "train")).values()
+    assert max(len(part.deflate()) for part in parts) < LARGEST_BODY - (1 << 19)
 
 
 # --- devices --------------------------------------------------------------------------------------
