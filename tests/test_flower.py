@@ -423,6 +423,34 @@ def test_a_missing_reply_ends_the_round_at_its_deadline_and_the_device_comes_bac
     assert [d.status for d in last.record.devices] == ["ok"] * 5
 
 
+def test_a_task_that_is_not_taken_does_not_end_the_round_early(tmp_path: Path) -> None:
+    config = config_of(tmp_path, "run.rounds=1")
+    grid = LocalGrid(5)
+    push, pull = grid.push_messages, grid.pull_messages
+    ready: dict[str, float] = {}  # when the reply of the slow device is there
+
+    def push_all_but_one(messages: Iterable[Message]) -> Iterable[str]:
+        (letter,) = messages
+        if "task" in letter.content and letter.metadata.dst_node_id == FIRST_NODE + 1:
+            grid.online.discard(FIRST_NODE + 1)  # its key was just removed
+            return [""]
+        (name,) = push([letter])
+        if "task" in letter.content and letter.metadata.dst_node_id == FIRST_NODE + 4:
+            ready[name] = time.monotonic() + 3 * roster.REFRESH_S
+        return [name]
+
+    def pull_what_is_ready(message_ids: Iterable[str]) -> Iterable[Message]:
+        return pull([name for name in message_ids if ready.get(name, 0.0) < time.monotonic()])
+
+    grid.push_messages = push_all_but_one  # type: ignore[method-assign]
+    grid.pull_messages = pull_what_is_ready  # type: ignore[method-assign]
+    (turn,) = server.play(config, grid, QUICK)
+    assert [d.status for d in turn.record.devices] == [
+        "ok", "missing: Flower did not take the task", "ok", "ok", "ok",
+    ]  # fmt: skip
+    assert turn.record.devices[1].wire_bytes_down == 0
+
+
 def test_an_exception_on_a_device_is_its_own_failure(tmp_path: Path) -> None:
     config = config_of(tmp_path, "run.rounds=1")
     codes = {1: 2, 2: 5}  # the app raised, the node is unavailable

@@ -155,10 +155,28 @@ class Roster:
         begin = time.monotonic()
         self._coming += 1
         nodes = self._nodes()
-        wait_s = self._terms.deadline_s
         places, sizes = self._hand_out(tasks, nodes)
         self.send_s = time.monotonic() - begin
-        answers: dict[int, Answer] = {}
+        answers, surplus = self._collect(tasks, nodes, places, sizes)
+        for task, answer in zip(tasks, answers, strict=True):
+            if answer.reply.missing:  # it may still be busy: it counts again when it answers
+                self._offers.pop(nodes[task.device], None)
+        return answers + surplus
+
+    def _collect(
+        self,
+        tasks: Sequence[Task],
+        nodes: Mapping[int, int],
+        places: Mapping[str, int],
+        sizes: Mapping[int, int],
+    ) -> tuple[list[Answer], list[Answer]]:
+        """One answer to each task by the deadline, and whatever came beyond that."""
+        taken = set(places.values())
+        answers = {
+            place: as_missing(task, "Flower did not take the task", 0)
+            for place, task in enumerate(tasks)
+            if place not in taken
+        }
         surplus: list[Answer] = []
 
         def take(name: str, message: Message | Spoilt) -> None:
@@ -171,8 +189,9 @@ class Roster:
             else:
                 answers[place] = answer
 
+        wait_s = self._terms.deadline_s
         until = time.monotonic() + wait_s
-        while len(answers) < len(places) and time.monotonic() < until:
+        while len(answers) < len(tasks) and time.monotonic() < until:
             self._step(take, until)
             gone = {i for i, task in enumerate(tasks) if nodes[task.device] not in self._online}
             for place in gone - answers.keys():
@@ -184,10 +203,7 @@ class Roster:
             answers.get(place) or as_missing(task, late, sizes[place])
             for place, task in enumerate(tasks)
         ]
-        for task, answer in zip(tasks, whole, strict=True):
-            if answer.reply.missing:  # it may still be busy: it counts again when it answers
-                self._offers.pop(nodes[task.device], None)
-        return whole + surplus
+        return whole, surplus
 
     def _hand_out(
         self, tasks: Sequence[Task], nodes: Mapping[int, int]
