@@ -240,6 +240,23 @@ def test_a_reply_that_cannot_be_read_takes_no_other_with_it() -> None:
     assert {*honest, "spoilt"} == names
 
 
+def test_a_reply_that_is_slow_to_arrive_holds_up_no_other() -> None:
+    arrived = threading.Event()
+
+    class Grid:
+        """As Flower's: it waits until all parts of a reply are there."""
+
+        def pull_messages(self, ids: list[str]) -> list[str]:
+            return ids if ids != ["slow"] or arrived.wait(30.0) else []
+
+    office = PostOffice(cast("Any", Grid()))
+    names = {"slow", *(f"quick-{i}" for i in range(50))}
+    office.watch(sorted(names), 20.0)
+    assert {cast("Any", office.take(10.0)) for _ in range(50)} == names - {"slow"}
+    arrived.set()
+    assert cast("Any", office.take(10.0)) == "slow"
+
+
 def test_the_server_may_call_itself_by_its_own_address() -> None:
     scope = {"type": "http", "path": "/v1/control/x", "client": ("192.168.1.10", 1234)}
     assert is_allowed({**scope, "server": ("192.168.1.10", 9092)})

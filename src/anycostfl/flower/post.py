@@ -2,8 +2,8 @@
 
 Flower's own `send_and_receive` sleeps three seconds between looks and waits for ever where no time
 is set. Pulling a reply whose sender died while sending it blocks for minutes, and one that cannot
-be read takes all that were pulled with it. Here, threads watch for replies, each for a few messages
-only and one at a time, and whatever comes lands in one inbox.
+be read takes all that were pulled with it. Here, a thread watches for the reply to each message,
+and whatever comes lands in one inbox.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from flwr.supercore.inflatable.inflatable_utils import pull_objects
 from flwr.superlink.grid import http_grid
 
 LOOK_S = 0.1  # between two looks for a reply
-WATCHERS = 16  # threads for the replies of one mailing
+FEW = 16  # messages; of more, each is looked for less often, so that all cost the same
 
 
 def quicken() -> None:
@@ -55,11 +55,11 @@ class PostOffice:
 
     def watch(self, ids: Sequence[str], wait_s: float) -> None:
         """Look out for the replies to some messages."""
-        awaited = [name for name in ids if name]
         until = time.monotonic() + wait_s
-        for first in range(min(WATCHERS, len(awaited))):
-            group = set(awaited[first::WATCHERS])
-            threading.Thread(target=self._watch, args=(group, until), daemon=True).start()
+        pause_s = LOOK_S * max(len(ids) / FEW, 1.0)
+        for name in ids:
+            about = (name, until, pause_s)
+            threading.Thread(target=self._watch, args=about, daemon=True).start()
 
     def take(self, wait_s: float) -> Message | Spoilt | None:
         """The next reply, if one comes in time."""
@@ -68,17 +68,16 @@ class PostOffice:
         except Empty:
             return None
 
-    def _watch(self, awaited: set[str], until: float) -> None:
-        while awaited and time.monotonic() < until:
-            for name in sorted(awaited):
-                try:
-                    replies: Sequence[Message | Spoilt] = list(self._grid.pull_messages([name]))
-                except (OSError, httpx.HTTPError):  # the SuperLink is busy or gone: look again
-                    continue
-                except Exception as error:
-                    replies = [Spoilt(name, f"{type(error).__name__}: {error}"[:200])]
-                for reply in replies:
-                    awaited.discard(name)
-                    self._inbox.put(reply)
-            if awaited:
-                time.sleep(LOOK_S)
+    def _watch(self, name: str, until: float, pause_s: float) -> None:
+        while time.monotonic() < until:
+            try:
+                replies: Sequence[Message | Spoilt] = list(self._grid.pull_messages([name]))
+            except (OSError, httpx.HTTPError):  # the SuperLink is busy or gone: look again
+                replies = []
+            except Exception as error:
+                replies = [Spoilt(name, f"{type(error).__name__}: {error}"[:200])]
+            for reply in replies:
+                self._inbox.put(reply)
+            if replies:
+                return
+            time.sleep(pause_s)
