@@ -404,9 +404,12 @@ def test_whatever_may_be_offered_can_be_planned_with_and_written_down(tmp_path: 
 
 
 def test_a_missing_reply_ends_the_round_at_its_deadline_and_the_device_comes_back(
-    tmp_path: Path,
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     config = config_of(tmp_path, "run.rounds=4")
+    forgotten: list[int] = []
+    forget = "anycostfl.flower.post.PostOffice.forget"
+    monkeypatch.setattr(forget, lambda _self, ids: forgotten.append(len(list(ids))))
 
     def tamper(device: int, sent: Message, reply: Message) -> Message | None:
         lost = device == 4 and sent.metadata.group_id == "0" and "task" in sent.content
@@ -421,6 +424,7 @@ def test_a_missing_reply_ends_the_round_at_its_deadline_and_the_device_comes_bac
     time.sleep(roster.REFRESH_S)  # by then the server asks it again
     *_, last = turns
     assert [d.status for d in last.record.devices] == ["ok"] * 5
+    assert forgotten == [1, 0, 0, 0]  # a task without a reply need not be kept
 
 
 def test_a_task_that_is_not_taken_does_not_end_the_round_early(tmp_path: Path) -> None:

@@ -29,10 +29,14 @@ from flwr.app import Array, ArrayRecord, Context, Message, RecordDict
 from flwr.common.constant import TIMESTAMP_HEADER
 from flwr.proto.node_pb2 import Node
 from flwr.supercore.constant import FLEET_HTTP_PUBLIC_KEY_HEADER, FLEET_HTTP_SIGNATURE_HEADER
-from flwr.supercore.inflatable.inflatable_object import get_all_nested_objects
+from flwr.supercore.inflatable.inflatable_object import get_all_nested_objects, get_object_tree
+from flwr.supercore.object_store.in_memory_object_store import InMemoryObjectStore
 from flwr.supercore.primitives.asymmetric import bytes_to_public_key, verify_signature
 from flwr.supercore.protobuf.client import ProtobufRequestContext
+from flwr.supercore.run import Run
 from flwr.supercore.task_identity import TaskIdentity
+from flwr.superlink.grid import HttpGrid
+from flwr.superlink.servicer.runtime.runtime_handlers import confirm_message_received
 from flwr.supernode.fleet_http_client import FleetHttpClient
 from starlette.types import Receive, Scope, Send
 
@@ -238,6 +242,32 @@ def test_a_reply_that_cannot_be_read_takes_no_other_with_it() -> None:
     assert spoilt == [Spoilt("spoilt", "ValueError: garbage")]
     honest = [m.metadata.reply_to_message_id for m in came if m and not isinstance(m, Spoilt)]
     assert {*honest, "spoilt"} == names
+
+
+def test_a_task_that_was_never_fetched_leaves_nothing_in_the_superlink() -> None:
+    store = InMemoryObjectStore()
+
+    class Client:
+        """As Flower's, straight to its object store."""
+
+        def ConfirmMessageReceived(self, request: Any) -> None:  # noqa: N802 - Flower's name
+            asked = SimpleNamespace(object_store=store)
+            confirm_message_received(request, cast("Any", asked), cast("Any", None))
+
+    TaskIdentity.task_id, TaskIdentity.run_id, TaskIdentity.node_id = 1, 1, 1
+    grid = HttpGrid(token="token")  # noqa: S106 - nobody asks for it
+    grid.set_run(Run.create_empty(1))
+    grid._client = cast("Any", Client())
+    weights = {"w": torch.zeros(1000)}
+    lost, other = (Message(RecordDict({k: pack_state(weights)}), 5, "train") for k in "ab")
+    for message in (lost, other):
+        store.preregister(1, get_object_tree(message))
+        for name, part in get_all_nested_objects(message).items():
+            store.put(name, part.deflate())
+    PostOffice(grid).forget([lost.object_id])
+    assert set(store.store) == set(get_all_nested_objects(other))
+    PostOffice(grid).forget([lost.object_id, other.object_id])
+    assert len(store) == 0
 
 
 def test_a_reply_that_is_slow_to_arrive_holds_up_no_other() -> None:

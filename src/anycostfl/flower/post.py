@@ -10,16 +10,18 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from queue import Empty, SimpleQueue
 
 import httpx
 from flwr.app import Message
+from flwr.proto.message_pb2 import ConfirmMessageReceivedRequest
 from flwr.serverapp import Grid
 from flwr.supercore.inflatable.inflatable_utils import pull_objects
-from flwr.superlink.grid import http_grid
+from flwr.superlink.grid import HttpGrid, http_grid
 
 LOOK_S = 0.1  # between two looks for a reply
 FEW = 16  # messages; of more, each is looked for less often, so that all cost the same
@@ -60,6 +62,21 @@ class PostOffice:
         for name in ids:
             about = (name, until, pause_s)
             threading.Thread(target=self._watch, args=about, daemon=True).start()
+
+    def forget(self, ids: Iterable[str]) -> None:
+        """Have the SuperLink drop messages that nobody will fetch any more.
+
+        When a message lapses, Flower forgets it but keeps what it holds, until the run ends.
+        """
+        grid = self._grid
+        if not isinstance(grid, HttpGrid):
+            return
+        for name in ids:
+            request = ConfirmMessageReceivedRequest(
+                node=grid.node, run_id=grid.run.run_id, message_object_id=name
+            )
+            with suppress(OSError, httpx.HTTPError):
+                grid._runtime_client.ConfirmMessageReceived(request)
 
     def take(self, wait_s: float) -> Message | Spoilt | None:
         """The next reply, if one comes in time."""

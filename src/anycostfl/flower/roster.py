@@ -161,6 +161,7 @@ class Roster:
         for task, answer in zip(tasks, answers, strict=True):
             if answer.reply.missing:  # it may still be busy: it counts again when it answers
                 self._offers.pop(nodes[task.device], None)
+        self._office.forget(n for n, place in places.items() if answers[place].reply.missing)
         return answers + surplus
 
     def _collect(
