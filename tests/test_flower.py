@@ -232,6 +232,17 @@ def test_only_the_channels_of_the_submodel_go_down_the_wire(tmp_path: Path) -> N
     assert sizes[0] < sizes[-1]
 
 
+def test_the_first_task_lives_until_the_deadline_however_long_handing_out_takes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("anycostfl.flower.roster.SLOWEST_BPS", 1e6)
+    grid = LocalGrid(5)
+    (turn,) = server.play(config_of(tmp_path, "run.rounds=1"), grid, QUICK)
+    handing_out_s = 8 * sum(d.bytes_down for d in turn.record.devices) / 1e6
+    lives_s = {m.metadata.ttl for _, m in grid.sent if "task" in m.content}
+    assert lives_s == {QUICK.deadline_s + roster.SPARE_S + handing_out_s}
+
+
 # --- what is refused ------------------------------------------------------------------------------
 
 FULL_SHAPES: dict[str, torch.Size] = {}

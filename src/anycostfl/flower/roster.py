@@ -42,6 +42,7 @@ from anycostfl.workers import Reply
 ASK_S = 30.0  # how long a question stands
 REFRESH_S = 1.0  # between two looks at who is connected
 SPARE_S = 10.0  # a task outlives its deadline, so that it is the deadline that is recorded
+SLOWEST_BPS = 8e6  # at which tasks are handed out; the deadline counts from the last of them
 
 NOTHING_CAME = (
     ErrorCode.MESSAGE_UNAVAILABLE,
@@ -212,17 +213,16 @@ class Roster:
         """Send tasks one by one, the largest first: which message is which task, and its size."""
         places: dict[str, int] = {}
         sizes: dict[int, int] = {}
-        wait_s = self._terms.deadline_s
+        stands_s = self._terms.deadline_s + SPARE_S
+        lives_s = stands_s + 8 * sum(task.size for task in tasks) / SLOWEST_BPS
         for place in sorted(range(len(tasks)), key=lambda i: -tasks[i].size):
             task = tasks[place]
             node, group = nodes[task.device], str(task.ask.round)
-            letter = Message(
-                task.pack(), node, MessageType.TRAIN, ttl=wait_s + SPARE_S, group_id=group
-            )
+            letter = Message(task.pack(), node, MessageType.TRAIN, ttl=lives_s, group_id=group)
             sizes[place] = wire_bytes(letter)
             places[self._office.send(letter)] = place
         places.pop("", None)
-        self._office.watch(list(places), wait_s)
+        self._office.watch(list(places), stands_s)  # late replies too, for Flower keeps them
         return places, sizes
 
     # --- who is there -----------------------------------------------------------------------------
