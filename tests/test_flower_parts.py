@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import math
+import os
 import re
+import signal
 import socket
 import ssl
 import stat
+import subprocess
+import sys
 import threading
 from base64 import b64decode
 from contextlib import suppress
@@ -49,7 +53,7 @@ from anycostfl.flower import node
 from anycostfl.flower.clock import Signature, date_reply
 from anycostfl.flower.device import Setup, app, open_device, read_setup, recall, remember
 from anycostfl.flower.keys import KeyFolder, make_keys, names_of, private_key, public_key
-from anycostfl.flower.link import Link, Serving
+from anycostfl.flower.link import Link, Serving, _environment
 from anycostfl.flower.messages import (
     TENSOR,
     Ask,
@@ -65,6 +69,7 @@ from anycostfl.flower.messages import (
     unpack_weights,
 )
 from anycostfl.flower.node import Address
+from anycostfl.flower.orphans import PARENT
 from anycostfl.flower.post import PostOffice, Spoilt
 from anycostfl.flower.roster import Terms
 from anycostfl.flower.superlink import LARGEST_BODY, LocalControl, is_allowed
@@ -379,6 +384,23 @@ def test_what_a_device_sends_goes_up_in_parts_that_are_read() -> None:
     result = Result(bytes(30 << 20), "", 1.0, offer)
     parts = get_all_nested_objects(Message(result.pack(), 5, "train")).values()
     assert max(len(part.deflate()) for part in parts) < LARGEST_BODY - (1 << 19)
+
+
+def test_a_superlink_whose_parent_died_while_it_came_up_ends(tmp_path: Path) -> None:
+    ours = _environment(tmp_path)
+    assert ours[PARENT] == str(os.getpid())
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    command = [sys.executable, "-m", "anycostfl.flower.superlink", "--insecure"]
+    command += ["--host", "127.0.0.1", "--port", str(port)]
+    env = {**ours, PARENT: str(os.getppid())}  # as if this process had been another, now dead
+    with (tmp_path / "log").open("wb") as log:
+        process = subprocess.Popen(command, env=env, stdout=log, stderr=log, start_new_session=True)
+    try:
+        process.wait(90)
+    finally:
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
 
 
 # --- devices --------------------------------------------------------------------------------------

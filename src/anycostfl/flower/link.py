@@ -37,6 +37,7 @@ from flwr.supercore.interceptors.http.runtime_version import RuntimeVersionHttpI
 from anycostfl.errors import AnycostError, ConfigError
 from anycostfl.flower.keys import KeyFolder, public_key
 from anycostfl.flower.numbers import note_nodes
+from anycostfl.flower.orphans import PARENT
 from anycostfl.flower.roster import Terms
 from anycostfl.flower.server import FAILURE, LOCK
 from anycostfl.records import JOURNAL, read_run
@@ -90,7 +91,7 @@ def open_link(serving: Serving) -> Iterator[Link]:
     with serving.log.open("ab") as file:
         process = subprocess.Popen(  # noqa: S603 - our own interpreter and module
             [sys.executable, "-m", "anycostfl.flower.superlink", *_options(serving)],
-            env={**os.environ, **OFFLINE, "FLWR_HOME": str(home.resolve()), "PATH": _path()},
+            env=_environment(home),
             stdin=subprocess.DEVNULL,
             stdout=file,
             stderr=file,
@@ -263,9 +264,11 @@ def _options(serving: Serving) -> list[str]:
     ]
 
 
-def _path() -> str:
-    """Where Flower finds its own programs, whether or not the environment is activated."""
-    return os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")])
+def _environment(home: Path) -> dict[str, str]:
+    """Flower finds its own programs whether or not the virtual environment is activated."""
+    path = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")])
+    own = {"FLWR_HOME": str(home.resolve()), "PATH": path, PARENT: str(os.getpid())}
+    return {**os.environ, **OFFLINE, **own}
 
 
 def check_port(host: str, port: int) -> None:

@@ -53,7 +53,8 @@ app = ServerApp()
 def main(grid: Grid, context: Context) -> None:
     """Play the run of a run directory from where it stopped."""
     quicken()
-    end_with_parent(lambda: os._exit(1))  # Flower would go on trying to reach the dead for minutes
+    # Flower would go on trying to reach the dead for minutes.
+    end_with_parent(lambda: os._exit(1), os.getppid())
     folder = Path(str(context.run_config["run-dir"]))
     with sole_server(folder, context.run_id):
         try:

@@ -23,7 +23,7 @@ from starlette.middleware import Middleware
 from starlette.responses import PlainTextResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from anycostfl.flower.orphans import end_with_parent
+from anycostfl.flower.orphans import PARENT, end_with_parent
 
 PUBLIC = ("/v1/fleet/", "/health")
 LARGEST_BODY = FLWR_PRIVATE_MAX_ARRAY_CHUNK_SIZE + (1 << 20)
@@ -101,7 +101,8 @@ def main() -> None:
     """Run the SuperLink for as long as the process that started it lives."""
     extensions.get_middleware = lambda: (Middleware(LocalControl),)
     logging.getLogger("uvicorn.access").addFilter(lambda _: False)  # devices look in often
-    end_with_parent(lambda: os.kill(os.getpid(), signal.SIGINT))
+    parent = int(os.environ.get(PARENT, os.getppid()))  # it may have died while this one came up
+    end_with_parent(lambda: os.kill(os.getpid(), signal.SIGINT), parent)
     flower_superlink()
 
 
