@@ -299,6 +299,16 @@ def test_the_server_may_call_itself_by_its_own_address() -> None:
     assert not is_allowed({**scope, "server": ("unix socket", None)})
 
 
+@pytest.mark.parametrize(
+    ("host", "reached"),
+    [("0.0.0.0", "127.0.0.1"), ("::", "::1"), ("10.0.0.7", "10.0.0.7")],  # noqa: S104
+)
+def test_a_server_that_listens_everywhere_is_reached_where_it_listens(
+    tmp_path: Path, host: str, reached: str
+) -> None:
+    assert Serving(tmp_path, host, 9443, None, Terms()).reached == reached
+
+
 def test_public_and_private_keys_belong_together(tmp_path: Path) -> None:
     from flwr.supercore.primitives.asymmetric import public_key_to_bytes
 

@@ -75,7 +75,7 @@ class Serving:
     @property
     def reached(self) -> str:
         """The address by which this machine reaches its own server."""
-        return "127.0.0.1" if self.host in {"0.0.0.0", "::", ""} else self.host  # noqa: S104
+        return {"0.0.0.0": "127.0.0.1", "": "127.0.0.1", "::": "::1"}.get(self.host, self.host)  # noqa: S104
 
     @property
     def log(self) -> Path:
