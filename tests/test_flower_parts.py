@@ -29,6 +29,7 @@ import pytest
 import torch
 from cryptography import x509
 from cryptography.hazmat.primitives.asymmetric import ec
+from cryptography.hazmat.primitives.serialization import load_ssh_public_key
 from flwr.app import Array, ArrayRecord, Context, Message, RecordDict
 from flwr.common.constant import TIMESTAMP_HEADER
 from flwr.proto.node_pb2 import Node
@@ -174,6 +175,68 @@ def test_what_is_lost_of_a_key_folder_is_made_again_and_fits(tmp_path: Path) -> 
         make_keys(tmp_path, [], ["pi4.pub"])
 
 
+@pytest.mark.parametrize(
+    ("empty", "made"),
+    [
+        (["ca.key", "ca.crt"], ["ca.crt", "ca.key", "server.crt"]),
+        (["server.crt"], ["server.crt"]),
+        (["server.key"], ["server.crt", "server.key"]),
+        (["devices/pi"], ["devices/pi", "devices/pi.pub"]),
+        (["devices/pi.pub"], ["devices/pi.pub"]),
+    ],
+)
+def test_files_that_a_full_disk_left_empty_are_made_again_and_fit(
+    tmp_path: Path, empty: list[str], made: list[str]
+) -> None:
+    keys = KeyFolder(tmp_path)
+    make_keys(tmp_path, ["10.0.0.7"], ["pi"])
+    for name in empty:
+        (tmp_path / name).write_bytes(b"")
+    assert make_keys(tmp_path, ["10.0.0.7"], ["pi"]) == [tmp_path / name for name in made]
+    authority = x509.load_pem_x509_certificate(keys.authority.read_bytes())
+    server = x509.load_pem_x509_certificate(keys.certificate.read_bytes())
+    server.verify_directly_issued_by(authority)
+    ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_cert_chain(keys.certificate, keys.certificate_key)
+    assert private_key(keys.device("pi")).public_key() == load_ssh_public_key(
+        keys.registered()["pi"].read_bytes()
+    )
+    assert make_keys(tmp_path, ["10.0.0.7"], ["pi"]) == []
+
+
+def test_a_server_certificate_of_a_lost_authority_is_made_anew(tmp_path: Path) -> None:
+    keys = KeyFolder(tmp_path)
+    make_keys(tmp_path, ["10.0.0.7"], [])
+    keys.authority.unlink()
+    keys.authority_key.unlink()
+    made = [keys.authority, keys.authority_key, keys.certificate]
+    assert make_keys(tmp_path, [], []) == made
+    authority = x509.load_pem_x509_certificate(keys.authority.read_bytes())
+    server = x509.load_pem_x509_certificate(keys.certificate.read_bytes())
+    server.verify_directly_issued_by(authority)
+    assert "10.0.0.7" in names_of(keys.certificate)
+
+
+@pytest.mark.parametrize("name", ["ca.crt", "ca.key", "server.crt", "server.key"])
+def test_a_damaged_file_of_a_key_folder_is_named(tmp_path: Path, name: str) -> None:
+    make_keys(tmp_path, ["10.0.0.7"], [])
+    (tmp_path / name).write_bytes(b"-----BEGIN")
+    with pytest.raises(ConfigError, match=f"{name}: not a "):
+        make_keys(tmp_path, ["10.0.0.8"], [])
+
+
+def test_a_key_is_there_whole_or_not_at_all(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(_file: int) -> None:
+        assert stat.S_IMODE((tmp_path / "ca.key.part").stat().st_mode) == 0o600
+        raise OSError("no space left on device")
+
+    monkeypatch.setattr("anycostfl.flower.keys.os.fsync", full)
+    with pytest.raises(OSError, match="no space"):
+        make_keys(tmp_path, [], [])
+    assert [path for path in tmp_path.rglob("*") if path.is_file()] == []
+
+
 def test_a_certificate_about_to_expire_is_renewed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -226,7 +289,8 @@ def test_the_folder_of_keys_is_followed_whatever_is_done_to_it(
     link.register()
     assert link._registered == {"a": 3}
     assert out == [1, 2]
-    assert "not a public key" in caplog.text
+    assert "new.pub: not a public key" in caplog.text
+    assert "empty.pub: not a public key" in caplog.text
     assert "lets a key in once" in caplog.text
 
 

@@ -12,6 +12,7 @@ Elliptic curves throughout (P-384), as Flower wants them for its nodes.
 from __future__ import annotations
 
 import ipaddress
+import os
 import re
 from collections.abc import Sequence
 from contextlib import suppress
@@ -20,6 +21,7 @@ from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
 from cryptography import x509
+from cryptography.exceptions import InvalidSignature
 from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
@@ -67,9 +69,10 @@ class KeyFolder:
 
 
 def make_keys(folder: Path, hosts: Sequence[str], devices: Sequence[str]) -> list[Path]:
-    """Make what is missing; the files that are new. Keys that exist are never replaced.
+    """Make what is missing or empty; the files that are new. Keys that exist are never replaced.
 
-    A certificate that lacks a host, or is about to expire, is made anew, for all it was good for.
+    A certificate that lacks a host, is about to expire or is that of a lost authority is made anew,
+    for all it was good for.
     """
     problems = [
         f"device name: given {name!r}, allowed letters, digits, . _ - and no .pub at the end"
@@ -88,7 +91,7 @@ def make_keys(folder: Path, hosts: Sequence[str], devices: Sequence[str]) -> lis
     keys = KeyFolder(folder)
     (folder / "devices").mkdir(parents=True, exist_ok=True)
     made: list[Path] = []
-    if not keys.authority.exists():
+    if not _is_there(keys.authority):
         made += _make_authority(keys)
     if not _is_good(keys, hosts):
         made += _make_certificate(keys, hosts)
@@ -97,20 +100,37 @@ def make_keys(folder: Path, hosts: Sequence[str], devices: Sequence[str]) -> lis
     return made
 
 
+def _is_there(path: Path) -> bool:
+    """Whether a file holds something; an empty one was left behind by a full disk."""
+    return path.is_file() and path.stat().st_size > 0
+
+
 def _is_good(keys: KeyFolder, hosts: Sequence[str]) -> bool:
-    """Whether the server has a certificate for these hosts, its key, and some time left."""
-    if not (keys.certificate.exists() and keys.certificate_key.exists()):
+    """Whether the server has a certificate of this authority's, for these hosts, and its key."""
+    if not (_is_there(keys.certificate) and _is_there(keys.certificate_key)):
         return False
-    loaded = x509.load_pem_x509_certificate(keys.certificate.read_bytes())
+    loaded, authority = _certificate(keys.certificate), _certificate(keys.authority)
+    try:
+        loaded.verify_directly_issued_by(authority)
+    except (InvalidSignature, ValueError):  # of an authority that was lost
+        return False
     lasts = loaded.not_valid_after_utc - datetime.now(UTC) > timedelta(days=RENEW_DAYS)
-    return lasts and set(hosts) <= set(names_of(keys.certificate))
+    fits = loaded.public_key() == _own_key(keys.certificate_key).public_key()
+    return lasts and fits and set(hosts) <= set(names_of(keys.certificate))
 
 
 def names_of(certificate: Path) -> list[str]:
     """The names and addresses that a certificate is good for."""
-    loaded = x509.load_pem_x509_certificate(certificate.read_bytes())
-    names = loaded.extensions.get_extension_for_class(x509.SubjectAlternativeName).value
+    known = _certificate(certificate).extensions
+    names = known.get_extension_for_class(x509.SubjectAlternativeName).value
     return [str(name.value) for name in names]
+
+
+def _certificate(path: Path) -> x509.Certificate:
+    try:
+        return x509.load_pem_x509_certificate(path.read_bytes())
+    except ValueError as error:
+        raise ConfigError([f"{path}: not a certificate. Delete it to have it made anew"]) from error
 
 
 def public_key(path: Path) -> bytes:
@@ -138,7 +158,7 @@ def private_key(path: Path) -> ec.EllipticCurvePrivateKey:
 
 
 def _make_authority(keys: KeyFolder) -> list[Path]:
-    is_new = not keys.authority_key.exists()
+    is_new = not _is_there(keys.authority_key)
     key = ec.generate_private_key(ec.SECP384R1()) if is_new else _own_key(keys.authority_key)
     usage = _usage(sign_certificates=True)
     builder = (
@@ -153,15 +173,15 @@ def _make_authority(keys: KeyFolder) -> list[Path]:
 
 
 def _make_certificate(keys: KeyFolder, hosts: Sequence[str]) -> list[Path]:
-    if not keys.authority_key.exists():
+    if not _is_there(keys.authority_key):
         raise ConfigError(
-            [f"--host: {keys.certificate} is not good for {', '.join(hosts)}, and without "
-             f"{keys.authority_key} no other can be made"]
+            [f"--host: {keys.certificate} is not good for {', '.join(hosts) or keys.authority}, "
+             f"and without {keys.authority_key} no other can be made"]
         )  # fmt: skip
     authority = _own_key(keys.authority_key)
-    is_new = not keys.certificate_key.exists()
-    key = _server_key(keys)
-    before = names_of(keys.certificate) if keys.certificate.exists() else []
+    is_new = not _is_there(keys.certificate_key)
+    key = ec.generate_private_key(ec.SECP384R1()) if is_new else _own_key(keys.certificate_key)
+    before = names_of(keys.certificate) if _is_there(keys.certificate) else []
     names = dict.fromkeys((*(name for name in before if name not in ALWAYS), *hosts, *ALWAYS))
     issuer = x509.AuthorityKeyIdentifier.from_issuer_public_key(authority.public_key())
     builder = (
@@ -178,15 +198,11 @@ def _make_certificate(keys: KeyFolder, hosts: Sequence[str]) -> list[Path]:
     return [keys.certificate, keys.certificate_key] if is_new else [keys.certificate]
 
 
-def _server_key(keys: KeyFolder) -> ec.EllipticCurvePrivateKey:
-    """The server's key, or a new one."""
-    if not keys.certificate_key.exists():
-        return ec.generate_private_key(ec.SECP384R1())
-    return _own_key(keys.certificate_key)
-
-
 def _own_key(path: Path) -> ec.EllipticCurvePrivateKey:
-    key = serialization.load_pem_private_key(path.read_bytes(), None)
+    try:
+        key = serialization.load_pem_private_key(path.read_bytes(), None)
+    except (TypeError, ValueError):  # with a password, or no key at all
+        key = None
     if not isinstance(key, ec.EllipticCurvePrivateKey):
         raise ConfigError([f"{path}: not a key that `anycostfl keys` made"])
     return key
@@ -195,8 +211,8 @@ def _own_key(path: Path) -> ec.EllipticCurvePrivateKey:
 def _make_device(path: Path) -> list[Path]:
     """What is missing of a device's two files."""
     twin = path.with_name(f"{path.name}.pub")
-    is_new = not path.exists()
-    if not is_new and twin.exists():
+    is_new = not _is_there(path)
+    if not is_new and _is_there(twin):
         return []
     key = ec.generate_private_key(ec.SECP384R1()) if is_new else private_key(path)
     private = key.private_bytes(
@@ -270,5 +286,15 @@ def _pem(key: ec.EllipticCurvePrivateKey) -> bytes:
 
 
 def _write(path: Path, content: bytes, *, secret: bool = False) -> None:
-    path.touch(mode=0o600 if secret else 0o644)
-    path.write_bytes(content)
+    """Write a file beside its place, then move it there: it is there whole or not at all."""
+    part = path.with_name(f"{path.name}.part")
+    part.unlink(missing_ok=True)
+    try:
+        part.touch(0o600 if secret else 0o644, exist_ok=False)
+        with part.open("wb") as file:
+            file.write(content)
+            file.flush()
+            os.fsync(file.fileno())
+        part.replace(path)
+    finally:
+        part.unlink(missing_ok=True)

@@ -147,7 +147,8 @@ class Link:
         if self.serving.keys is None:
             return
         paths = self.serving.keys.registered()
-        files = {name: content for name, path in paths.items() if (content := _content(path))}
+        found = {name: _content(path) for name, path in paths.items()}
+        files = {name: content for name, content in found.items() if content is not None}
         if files == self._files:
             return
         changed = {
@@ -237,12 +238,12 @@ class Link:
             raise ServerDied(f"the server app died {tries} times; see {self.serving.log}")
 
 
-def _content(path: Path) -> bytes:
-    """A file as it is now; nothing if it is on its way in or out."""
+def _content(path: Path) -> bytes | None:
+    """A file as it is now; nothing if it is on its way out."""
     try:
         return path.read_bytes()
     except OSError:
-        return b""
+        return None
 
 
 def _options(serving: Serving) -> list[str]:
