@@ -46,6 +46,7 @@ from flwr.supernode.fleet_http_client import FleetHttpClient
 from starlette.types import Receive, Scope, Send
 
 from anycostfl.cli import build_app
+from anycostfl.cli.serve import _go_on
 from anycostfl.config import to_toml
 from anycostfl.coupling import tensors_of
 from anycostfl.errors import AnycostError, ConfigError
@@ -74,6 +75,7 @@ from anycostfl.flower.orphans import PARENT
 from anycostfl.flower.post import PostOffice, Spoilt
 from anycostfl.flower.roster import Terms
 from anycostfl.flower.superlink import LARGEST_BODY, LocalControl, is_allowed
+from anycostfl.runs import begin
 from anycostfl.types import Devices, Scale, make_devices
 from flower_grid import through_bytes
 from small_runs import small_config, small_dataset
@@ -657,6 +659,14 @@ def test_mistakes_say_what_to_do(
     with pytest.raises(AnycostError, match=re.escape(message)):
         build_app()(arguments, standalone_mode=False)
     assert not list(tmp_path.iterdir())
+
+
+def test_a_run_that_was_simulated_is_saved_after_every_round_when_it_is_served(
+    tmp_path: Path,
+) -> None:
+    begin(tmp_path / "run", small_config(tmp_path, "run.checkpoint_every=5"))
+    config, _, _ = _go_on(tmp_path / "run", None)
+    assert (config.run.checkpoint_every, config.training.precision) == (1, "fp32")
 
 
 # --- wrong clocks ---------------------------------------------------------------------------------

@@ -93,7 +93,7 @@ def _go_on(folder: Path, rounds: int | None) -> tuple[Config, RunWriter, list[Ro
     before = longer(take_up(folder), rounds)
     check_engine(before, simulated=False)
     note(*before.remarks)
-    return before.config, before.writer, before.records
+    return for_devices(before.config), before.writer, before.records
 
 
 def _begin(config: Config, folder: Path) -> RunWriter:
