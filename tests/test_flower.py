@@ -26,7 +26,7 @@ from anycostfl.errors import AnycostError
 from anycostfl.experiment import prepare, settle
 from anycostfl.flower import messages, roster, server
 from anycostfl.flower.messages import MessageError
-from anycostfl.flower.numbers import Numbers, Stranger, Taken, note_nodes
+from anycostfl.flower.numbers import NotYet, Numbers, Taken, note_nodes
 from anycostfl.flower.roster import NotEnoughDevices, Terms
 from anycostfl.flower.strategy import AnycostStrategy
 from anycostfl.records import read_journal
@@ -550,6 +550,27 @@ def test_two_nodes_cannot_be_one_device(tmp_path: Path) -> None:
     assert {d.status for d in turn.record.devices} == {"ok"}
 
 
+@pytest.mark.parametrize("gone_s", [60.0, 0.0])
+def test_a_device_that_crashed_is_let_in_as_another_node_when_the_old_one_is_gone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, gone_s: float
+) -> None:
+    monkeypatch.setattr("anycostfl.flower.roster.GONE_S", gone_s)
+    config = config_of(tmp_path, "run.rounds=3")
+    grid, old, new = LocalGrid(5), FIRST_NODE, FIRST_NODE + 4
+    grid.contexts[new].node_config["partition-id"] = 0
+    grid.online.discard(new)
+    comes_back, seen = gone_s > 0, []
+    terms = replace(QUICK, wait_for=4, min_replies=4 if comes_back else 1)
+    for turn in server.play(config, grid, terms):
+        seen.append([d.device for d in turn.record.devices])
+        time.sleep(1.1 * roster.REFRESH_S)  # by then the server looks again
+        grid.online.add(new)
+        if turn.record.round == 1:
+            grid.online.discard(old)
+    assert seen == [[0, 1, 2, 3], [0, 1, 2, 3], [0, 1, 2, 3] if comes_back else [1, 2, 3]]
+    assert any("refusal" in m.content for _, m in grid.sent) is not comes_back
+
+
 def test_a_key_keeps_its_number_for_the_life_of_a_run(tmp_path: Path) -> None:
     config = config_of(tmp_path, "run.rounds=1")
     (tmp_path / "flower").mkdir()
@@ -585,7 +606,7 @@ def test_a_number_has_one_key_and_a_node_without_a_key_none(tmp_path: Path) -> N
     Numbers(tmp_path).claim(7, 0)
     with pytest.raises(Taken, match="device 0 is key pi in this run, not nano"):
         Numbers(tmp_path).claim(8, 0)
-    with pytest.raises(Stranger):
+    with pytest.raises(NotYet):
         Numbers(tmp_path).claim(9, 1)
     (tmp_path / "devices.json").write_text("[")
     with pytest.raises(AnycostError, match="is damaged"):

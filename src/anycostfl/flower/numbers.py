@@ -21,8 +21,8 @@ NODES = "flower/nodes.json"
 DEVICES = "devices.json"
 
 
-class Stranger(AnycostError):  # noqa: N818 - reads as what happened
-    """A node whose key is not known yet; it may be in a moment."""
+class NotYet(AnycostError):  # noqa: N818 - reads as what happened
+    """A node that cannot be let in yet, but may be in a moment."""
 
 
 class Taken(AnycostError):  # noqa: N818 - reads as what happened
@@ -42,7 +42,7 @@ class Numbers:
             return
         name = _read(self._folder / NODES).get(str(node))
         if name is None:
-            raise Stranger(f"the key of node {node} is not known")
+            raise NotYet(f"the key of node {node} is not known yet")
         if self._bound.get(name, device) != device:
             raise Taken(f"key {name} is device {self._bound[name]} in this run, not {device}")
         owner = {number: key for key, number in self._bound.items()}.get(device, name)

@@ -33,13 +33,14 @@ from anycostfl.flower.messages import (
     read_result,
     wire_bytes,
 )
-from anycostfl.flower.numbers import Numbers, Stranger, Taken
+from anycostfl.flower.numbers import NotYet, Numbers, Taken
 from anycostfl.flower.post import PostOffice, Spoilt
 from anycostfl.gate import Bench
 from anycostfl.types import Devices, Scale
 from anycostfl.workers import Reply
 
 ASK_S = 30.0  # how long a question stands
+GONE_S = 25.0  # a device that crashed counts as connected for 20 s, and comes back as another node
 REFRESH_S = 1.0  # between two looks at who is connected
 SPARE_S = 10.0  # a task outlives its deadline, so that it is the deadline that is recorded
 SLOWEST_BPS = 8e6  # at which tasks are handed out; the deadline counts from the last of them
@@ -115,6 +116,7 @@ class Roster:
         self._offers: dict[int, Offer] = {}  # node → its latest offer
         self._asked: dict[str, tuple[int, float]] = {}  # message → node, when the question lapses
         self._ignored: set[int] = set()  # nodes that cannot be a device of this fleet
+        self._twins: dict[int, float] = {}  # node whose number is another's → since when
         self._online: set[int] = set()
         self.send_s = 0.0  # how long it took to hand over the last tasks
         self._looked = 0.0  # when
@@ -289,6 +291,7 @@ class Roster:
     def _refresh(self, online: set[int], now: float) -> None:
         self._online = online
         self._ignored &= online
+        self._twins = {node: since for node, since in self._twins.items() if node in online}
         self._offers = {node: offer for node, offer in self._offers.items() if node in online}
         self._asked = {
             name: (node, lapses)
@@ -335,10 +338,9 @@ class Roster:
             if not 0 <= offer.device < self._config.fleet.devices:
                 raise MessageError(f"there is no device {offer.device} in this fleet")
             self._numbers.claim(node, offer.device)
-            if self._nodes().get(offer.device, node) != node:
-                raise MessageError(f"device {offer.device} is connected already")
-        except Stranger as error:
-            log(INFO, "%s yet", error)  # it is asked again
+            self._check_free(node, offer.device)
+        except NotYet as error:
+            log(INFO, "node %s waits: %s", node, error)  # it is asked again
             return
         except (MessageError, Taken) as error:
             log(WARNING, "node %s is refused: %s", node, error)
@@ -349,6 +351,16 @@ class Roster:
         if node not in self._offers:
             log(INFO, "device %d is ready", offer.device)
         self._offers[node] = offer
+
+    def _check_free(self, node: int, device: int) -> None:
+        """Refuse a number that is another node's, unless that one may have crashed just now."""
+        if self._nodes().get(device, node) == node:
+            self._twins.pop(node, None)
+            return
+        now = time.monotonic()
+        if now - self._twins.setdefault(node, now) < GONE_S:
+            raise NotYet(f"device {device} is connected as another node, which may have crashed")
+        raise MessageError(f"device {device} is connected already")
 
 
 def cohort_of(offers: Sequence[Offer]) -> Cohort:
