@@ -12,6 +12,7 @@ import re
 import signal
 import subprocess
 import threading
+import tracemalloc
 import zlib
 from collections.abc import Callable, Iterator
 from decimal import Decimal
@@ -30,6 +31,7 @@ from anycostfl.records import (
     CONFIG,
     ENVIRONMENT,
     JOURNAL,
+    TIMING,
     WIDTHS,
     StorageError,
     read_config,
@@ -215,6 +217,27 @@ def test_links_that_somebody_left_in_a_run_are_not_followed(tmp_path: Path) -> N
     assert "config.toml is a link" in unpacked(page)[0]["remarks"][0]
     with pytest.raises(StorageError, match="is a link"):
         read_config(tmp_path / "run")
+
+
+def test_of_a_file_that_is_far_too_large_only_the_beginning_is_read(tmp_path: Path) -> None:
+    planned_run(tmp_path / "run", "run.rounds=1")
+    for name in (ENVIRONMENT, TIMING, WIDTHS):
+        (tmp_path / "run" / name).touch()
+        os.truncate(tmp_path / "run" / name, 64 << 20)
+    tracemalloc.start()
+    run = gather(tmp_path / "run")
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert run["wall_s"] is None
+    assert peak < 32 << 20
+
+
+def test_how_long_a_run_took_is_not_read_through_a_link(tmp_path: Path) -> None:
+    planned_run(tmp_path / "run", "run.rounds=1")
+    timing = tmp_path / "run" / TIMING
+    timing.rename(tmp_path / "elsewhere")
+    timing.symlink_to(tmp_path / "elsewhere")
+    assert gather(tmp_path / "run")["wall_s"] is None
 
 
 def test_only_named_scripts_may_run_and_nothing_may_be_asked(tmp_path: Path) -> None:

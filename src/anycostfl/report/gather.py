@@ -144,11 +144,16 @@ def _text(path: Path, remarks: list[str]) -> str:
         remarks.append(f"{path.name} is a link and was passed over")
         return ""
     try:
-        content = path.read_bytes()[:LARGEST_FILE]
+        content = _start_of(path)
     except OSError as error:
         remarks.append(f"{path.name} cannot be read ({error.strerror})")
         return ""
     return content.decode("utf-8", "replace")
+
+
+def _start_of(path: Path) -> bytes:
+    with path.open("rb") as file:
+        return file.read(LARGEST_FILE)
 
 
 def _asked(config: str, remarks: list[str]) -> Asked:
@@ -231,8 +236,10 @@ def _is_number(value: object) -> bool:
 
 def _wall_s(path: Path, rounds: int) -> float | None:
     """How long the rounds really took; None where that is not known."""
+    if path.is_symlink() or not path.is_file():
+        return None
     try:
-        lines = path.read_bytes().splitlines()
+        lines = _start_of(path).splitlines()
         seconds = {item["round"]: float(item["seconds"]) for item in map(json.loads, lines)}
         total = sum(seconds[number] for number in range(rounds))
     except (OSError, ValueError, TypeError, LookupError, RecursionError, OverflowError):
