@@ -142,10 +142,14 @@ def _explore(model: nn.Module, inputs: Sequence[Any], tracer: Tracer) -> None:
     negated = [-x if isinstance(x, Tensor) and x.is_floating_point() else x for x in inputs]
     for tensor in _tensors(negated):
         tracer.enter_data(tensor)
-    runs = (evaluation(model, plain=True), negated), (practice(model, plain=True), inputs)
-    for mode, given in runs:
+
+    def run(mode: contextlib.AbstractContextManager[None], given: Sequence[Any]) -> None:
         with mode, follow(model, tracer), tracer, contextlib.suppress(Exception):
             _pin_outputs(tracer, model(*given))
+
+    run(practice(model, plain=True), inputs)
+    if any(x is not y for x, y in zip(negated, inputs, strict=True)):  # tokens have no sign
+        run(evaluation(model, plain=True), negated)
 
 
 def _pin_around_unused(coupling: Coupling, named: Mapping[str, Tensor]) -> Coupling:
