@@ -75,7 +75,7 @@ def test_a_row_is_the_mean_over_seeds(tmp_path: Path) -> None:
     cells = as_cells([row, short], "fmnist-iid")
     assert [line[0] for line in cells] == ["anycostfl", "  paper", "stc", "  paper"]
     assert cells[0][3] == "3 (1.00×)"
-    assert cells[2][3:5] == ["> 3", "> 0.01"]
+    assert cells[2][3:5] == ["> 3", "> 0.009"]
     unknown = replace(row, reached=False)
     assert as_cells([unknown, make_row("stc", runs, 0.8)], "")[1][3] == "3"  # no ratio to it
     assert cells[3][3] == "305 (1.70×)"

@@ -102,6 +102,7 @@ def test_overrides_may_be_numbers_that_toml_does_not_know() -> None:
     [
         ("nonsense", "section.key=value"),
         ("fleet.cohrt=3", "did you mean cohort"),
+        ("rounds=2", "rounds: unknown key, did you mean run.rounds?"),
         ("fleet.cohort=61", "at most devices (60)"),
         ("fleet.bandwidth_shared=1", "true or false"),
         ("summary.x=1", "allowed a string"),

@@ -541,6 +541,13 @@ def test_a_fleet_that_never_comes_is_not_waited_for(tmp_path: Path) -> None:
         list(server.play(config, LocalGrid(0), Terms(wait_for=1, patience_s=0.5)))
 
 
+def test_whoever_is_here_and_cannot_take_part_is_not_asked_to_start(tmp_path: Path) -> None:
+    config = config_of(tmp_path, "fleet.devices=2", "fleet.cohort=2")
+    told = r"2 devices are ready.*1 more are here but cannot: .*2"
+    with pytest.raises(NotEnoughDevices, match=told):
+        list(server.play(config, LocalGrid(3), Terms(wait_for=3, patience_s=5)))
+
+
 def test_two_nodes_cannot_be_one_device(tmp_path: Path) -> None:
     config = config_of(tmp_path, "run.rounds=1")
     grid = LocalGrid(5)

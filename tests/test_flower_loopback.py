@@ -110,6 +110,9 @@ def test_four_widths_over_tls_with_keys_as_simulated_and_a_stranger_is_refused(
     for device in devices:
         device.terminate()
     assert [ends(device, 20) for device in devices] == [143] * 4
+    said = (fleet.run / "flower" / "server.log").read_text()
+    assert "device 0 is ready" in said
+    assert "round 3 is done" in said
     assert "refused by the server" in processes.log("stranger")
     assert "joined" not in processes.log("stranger")
     assert (fleet.run / "report.html").exists()

@@ -528,6 +528,24 @@ def test_the_uplink_that_was_measured_is_offered_unless_its_owner_says_another(
         build_app()([*about, "raspberry-pi-5"], standalone_mode=False)
 
 
+@pytest.mark.parametrize(
+    ("options", "told"),
+    [
+        (["--energy-j", "5"], "--energy-j: given 5, allowed only with --profile"),
+        (["--latency-s", "9"], "--latency-s: given 9, allowed only with --profile"),
+        (["--patience-s", "inf"], "--patience-s: given inf, allowed 0 or more"),
+        (["--profile", "raspberry-pi-5", "--rate-bps", "2e7", "--energy-j", "nan"], "given nan"),
+        (["--data", "nowhere.npz"], "--data: there is no file nowhere.npz"),
+    ],
+)
+def test_what_a_device_would_not_look_at_or_cannot_be_is_refused(
+    options: list[str], told: str
+) -> None:
+    about = ["join", "localhost:1", "--device", "0", "--insecure"]
+    with pytest.raises(ConfigError, match=told):
+        build_app()([*about, *options], standalone_mode=False)
+
+
 def test_a_device_trains_on_few_samples_of_its_own_scaled_as_everybodys(tmp_path: Path) -> None:
     config = settle(small_config(tmp_path))
     scale = prepare(config).shared.scale

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from anycostfl import methods
+from anycostfl import methods, models
 from anycostfl.errors import UnknownName
 from anycostfl.registry import own_folders
 from small_runs import small_overrides
@@ -72,6 +72,13 @@ def test_what_is_wrong_with_a_file_is_said(
     monkeypatch.delitem(sys.modules, "anycostfl.methods.own_method", raising=False)
     with pytest.raises(UnknownName, match=words):
         methods.load("own_method")
+
+
+def test_a_model_is_a_model_spec(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "own_model.py").write_text("MODEL = 3")
+    monkeypatch.setattr(models, "__path__", [*models.__path__, str(tmp_path)])
+    with pytest.raises(UnknownName, match=r"own_model\.py: MODEL has to be a ModelSpec"):
+        models.load("own_model")
 
 
 def test_the_packages_own_come_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -136,6 +136,12 @@ def test_the_workload_is_that_of_the_images_at_hand(tmp_path: Path) -> None:
     prepare(load_preset("cifar10-iid", [*change, "fleet.cohort=2", told]))
 
 
+def test_images_that_the_model_does_not_take_are_named_beside_those_it_does(tmp_path: Path) -> None:
+    told = r"has images of \(1, 28, 28\), but model vgg9 takes \(3, 32, 32\)"
+    with pytest.raises(ConfigError, match=told):
+        prepare(small_config(tmp_path, "model.name=vgg9"))
+
+
 def test_another_own_method_is_noticed_and_nothing_is_touched(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -363,7 +363,8 @@ def _cost_cells(cost: Cost, base: Cost | None) -> list[str]:
     ):
         value, beside = getattr(cost, name), getattr(base, name, 0)
         ratio = f" ({value / beside:.2f}×)" if beside else ""
-        texts.append(f"{value:.{digits}f}{ratio}")
+        few = 0 < value < 10.0 ** (1 - digits)  # a tiny experiment has figures, too
+        texts.append((f"{value:.2g}" if few else f"{value:.{digits}f}") + ratio)
     return texts
 
 

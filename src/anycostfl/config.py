@@ -452,6 +452,13 @@ def _words(hint: Any) -> str:
 
 
 def _unknown(prefix: str, key: str, names: Sequence[str]) -> str:
-    close = difflib.get_close_matches(key, names, n=1)
-    allowed = f"did you mean {close[0]}?" if close else f"allowed {', '.join(names)}"
+    inside = [] if prefix else _sections_with(key)
+    close = inside or difflib.get_close_matches(key, names, n=1)
+    allowed = f"did you mean {' or '.join(close)}?" if close else f"allowed {', '.join(names)}"
     return f"{prefix}{key}: unknown key, {allowed}"
+
+
+def _sections_with(key: str) -> list[str]:
+    """Where a key belongs that was given without its section."""
+    sections = _hints(Config).items()
+    return [f"{name}.{key}" for name, kind in sections if key in getattr(kind, "__slots__", ())]

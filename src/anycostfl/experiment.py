@@ -13,7 +13,7 @@ import torch
 from anycostfl import data, models
 from anycostfl.config import Config
 from anycostfl.coupling import tensors_of
-from anycostfl.errors import ConfigError
+from anycostfl.errors import AnycostError, ConfigError, TraceError
 from anycostfl.shrink import ElasticModel
 from anycostfl.train import TrainOptions, bf16_pays
 from anycostfl.types import Scale
@@ -63,25 +63,39 @@ def prepare(config: Config, scale: Scale | None = None, *, whole: bool = False) 
     with torch.random.fork_rng():
         torch.manual_seed(config.run.seed)
         module = models.load(config.model.name).build()
-    side = DeviceSide(
-        Shared(
-            model=config.model.name,
-            widths=config.model.widths,
-            method=config.run.method,
-            options=train_options(settle(config)),
-            weights={name: tensor.detach() for name, tensor in tensors_of(module).items()},
-            train_images=dataset.train_images,
-            train_labels=dataset.train_labels,
-            test_images=dataset.test_images,
-            test_labels=dataset.test_labels,
-            samples=torch.from_numpy(np.concatenate(parts)),
-            ends=torch.tensor([len(part) for part in parts]).cumsum(0),
-            scale=Scale(dataset.mean, dataset.std),
-        )
+    shared = Shared(
+        model=config.model.name,
+        widths=config.model.widths,
+        method=config.run.method,
+        options=train_options(settle(config)),
+        weights={name: tensor.detach() for name, tensor in tensors_of(module).items()},
+        train_images=dataset.train_images,
+        train_labels=dataset.train_labels,
+        test_images=dataset.test_images,
+        test_labels=dataset.test_labels,
+        samples=torch.from_numpy(np.concatenate(parts)),
+        ends=torch.tensor([len(part) for part in parts]).cumsum(0),
+        scale=Scale(dataset.mean, dataset.std),
     )
+    try:
+        side = DeviceSide(shared)
+    except TraceError as error:
+        raise _misfit(config, dataset, error) from error
     _check_classes(side, dataset)
     _check_workload(config, side)
     return side
+
+
+def _misfit(config: Config, dataset: data.Dataset, error: TraceError) -> AnycostError:
+    """That the model does not take such images, if it expects others."""
+    images = tuple(dataset.train_images.shape[1:])
+    expected = tuple(models.load(config.model.name).example(1).shape[1:])
+    if images == expected:
+        return error
+    return ConfigError(
+        [f"data.name: {dataset.name} has images of {images}, but model {config.model.name} takes "
+         f"{expected}; choose another model, or bring one that takes them (docs/extend.md)"]
+    )  # fmt: skip
 
 
 def _check_workload(config: Config, side: DeviceSide) -> None:

@@ -114,7 +114,8 @@ def check_files(folder: Path, config: Config) -> None:
     for file in (*own, *(name for name in given if name in then)):
         if then.get(file) != now.get(file):
             raise AnycostError(
-                f"{folder.name} was begun with another {file}; choose another --out, or remove it"
+                f"{folder.name} was begun with another {file}; put that one back, or begin anew "
+                "elsewhere"
             )
 
 

@@ -20,6 +20,11 @@ from anycostfl.report import draw_curves, summarise, write_page
 from anycostfl.runs import Stopped
 from anycostfl.types import RoundRecord
 
+WHAT_WOULD_DO = (
+    "`anycostfl plan --preset …` says what budgets would do (fleet.latency_s, fleet.energy_min_j, "
+    "fleet.energy_max_j)"
+)
+
 MISHAPS = {
     "devices_sat_out": "sat out",
     "devices_failed": "failed",
@@ -133,9 +138,10 @@ def nothing_learnt(records: Sequence[RoundRecord]) -> str:
     if not reasons or reasons["ok"]:
         return ""
     (reason, times), drawn = reasons.most_common(1)[0], reasons.total()
+    remedy = f"; {WHAT_WOULD_DO}" if reason.startswith("sat out") else ""
     return (
         f"nothing was learnt: of {drawn} devices drawn, none took part to the end; most often "
-        f"({times} times) {reason}"
+        f"({times} times) {reason}{remedy}"
     )
 
 

@@ -11,8 +11,9 @@ from typing import Annotated
 import typer
 
 from anycostfl import methods
-from anycostfl.cli._console import Json, emit_json, say
+from anycostfl.cli._console import Json, emit_json, note, say
 from anycostfl.cli._options import Overrides, Preset
+from anycostfl.cli._rounds import nothing_learnt
 from anycostfl.cli._series import (
     AGAIN,
     Background,
@@ -98,6 +99,9 @@ def compare(
     order = [m for m in (*methods.names(), *chosen) if found.get(m)]
     runs = {method: found[method] for method in dict.fromkeys(order)}
     rows = [make_row(method, of_method, goal) for method, of_method in runs.items()]
+    for method, of_method in runs.items():
+        for why in filter(None, (nothing_learnt(records) for _, records in of_method)):
+            note(f"{method}: {why}")
     cells = as_cells(rows, _papers(preset, goal))
     if not rows:
         raise CannotCompare(f"{folder} holds no run of this; without --show they are played")

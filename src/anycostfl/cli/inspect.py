@@ -48,7 +48,10 @@ def _load(model: str, shape: str) -> tuple[nn.Module, Tensor]:
     """A model of ours by name, or anybody's as package.module:callable."""
     if ":" not in model:
         if shape:
-            raise ConfigError([f"--input: given {shape}, but {model} brings its own shape"])
+            raise ConfigError(
+                [f"--input: given {shape}, but {model} would be a model of ours, which brings its "
+                 "own shape; allowed with package.module:callable"]
+            )  # fmt: skip
         spec = models.load(model)
         return spec.build(), spec.example(2)
     path, _, name = model.partition(":")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import signal
 import sys
 from pathlib import Path
@@ -51,12 +52,13 @@ def join(
     need_flower()
     parse_address(server, "SERVER")
     problems = _problems(key, trust, insecure=insecure)
-    if profile:
-        measured_bps = load_profile(profile).rate_bps or 0.0
-        given = {"--rate-bps": rate_bps or measured_bps, "--energy-j": energy_j}
-        problems += [f"{n}: given {v:g}, allowed above 0" for n, v in given.items() if v <= 0]
+    problems += _mean_problems(profile, rate_bps, energy_j, latency_s)
     counts = {"--threads": threads, "--latency-s": latency_s, "--patience-s": patience_s}
-    problems += [f"{n}: given {v:g}, allowed 0 or more" for n, v in counts.items() if v < 0]
+    problems += [
+        f"{n}: given {v:g}, allowed 0 or more" for n, v in counts.items() if not 0 <= v < math.inf
+    ]
+    if data.endswith(".npz") and not Path(data).is_file():
+        problems.append(f"--data: there is no file {data}")
     if problems:
         raise ConfigError(problems)
     from anycostfl.flower import device as apps  # noqa: PLC0415 - optional
@@ -91,6 +93,22 @@ def _problems(key: Path | None, trust: Path | None, *, insecure: bool) -> list[s
     ]
     given = (("--key", key), ("--trust", trust))
     return missing + [f"{n}: there is no file {p}" for n, p in given if p and not p.is_file()]
+
+
+def _mean_problems(profile: str, rate_bps: float, energy_j: float, latency_s: float) -> list[str]:
+    """What is wrong with what the device says it can afford."""
+    if profile:
+        measured_bps = load_profile(profile).rate_bps or 0.0
+        given = {"--rate-bps": rate_bps or measured_bps, "--energy-j": energy_j}
+        return [
+            f"{n}: given {v:g}, allowed above 0" for n, v in given.items() if not 0 < v < math.inf
+        ]
+    ignored = {"--rate-bps": rate_bps, "--energy-j": energy_j, "--latency-s": latency_s}
+    return [
+        f"{n}: given {v:g}, allowed only with --profile; without one, a simulated member is played"
+        for n, v in ignored.items()
+        if v
+    ]
 
 
 def _leave(number: int, _frame: FrameType | None) -> None:

@@ -13,7 +13,7 @@ from anycostfl import methods
 from anycostfl.cli._console import Json, emit_json, note, out, say, table
 from anycostfl.cli._engine import find_engine
 from anycostfl.cli._options import MaybePreset, Overrides
-from anycostfl.cli._rounds import conclude, follow, free_folder, longer, spent
+from anycostfl.cli._rounds import WHAT_WOULD_DO, conclude, follow, free_folder, longer, spent
 from anycostfl.config import Config, load_preset, profiles_of, to_toml
 from anycostfl.data import DataMissing
 from anycostfl.errors import ConfigError
@@ -104,6 +104,8 @@ def _show_plan(config: Config, *, json: bool) -> None:
         latency.append(float(planned.latency_s.max()))
         energy.append(float(planned.energy_j.sum()))
         able += int(planned.feasible.sum())
+    if not able:
+        note(f"nobody can afford to take part; {WHAT_WOULD_DO}")
     rounds = config.run.rounds
     expected = {
         "rounds": rounds,

@@ -39,7 +39,7 @@ from anycostfl.flower.keys import KeyFolder, public_key
 from anycostfl.flower.numbers import note_nodes
 from anycostfl.flower.orphans import PARENT
 from anycostfl.flower.roster import Terms
-from anycostfl.flower.server import FAILURE, LOCK
+from anycostfl.flower.server import FAILURE, LOCK, LOG
 from anycostfl.records import JOURNAL, read_run
 from anycostfl.types import RoundRecord
 
@@ -80,7 +80,7 @@ class Serving:
     @property
     def log(self) -> Path:
         """What Flower's processes say."""
-        return self.folder / "flower" / "server.log"
+        return self.folder / LOG
 
 
 @contextmanager

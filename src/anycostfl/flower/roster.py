@@ -36,6 +36,7 @@ from anycostfl.flower.messages import (
 from anycostfl.flower.numbers import NotYet, Numbers, Taken
 from anycostfl.flower.post import PostOffice, Spoilt
 from anycostfl.gate import Bench
+from anycostfl.rounds import LONGEST_REASON
 from anycostfl.types import Devices, Scale
 from anycostfl.workers import Reply
 
@@ -117,6 +118,7 @@ class Roster:
         self._asked: dict[str, tuple[int, float]] = {}  # message → node, when the question lapses
         self._ignored: set[int] = set()  # nodes that cannot be a device of this fleet
         self._twins: dict[int, float] = {}  # node whose number is another's → since when
+        self._unfit: dict[int, str] = {}  # node that is here and no device → why
         self._online: set[int] = set()
         self.send_s = 0.0  # how long it took to hand over the last tasks
         self._looked = 0.0  # when
@@ -145,10 +147,15 @@ class Roster:
                 raise NotEnoughDevices(
                     f"{len(self._offers)} devices are ready after {self._terms.patience_s:g} s, "
                     f"{len(self._offers) - free} of them benched; at least {least} are needed. "
-                    "Start them with `anycostfl join`, then go on with --resume"
+                    f"Start them with `anycostfl join`, then go on with --resume{self._reasons()}"
                 )
             if gathered := self._draw(number, bench):
                 return gathered
+
+    def _reasons(self) -> str:
+        """Why some that are connected take no part, in their own words or in ours."""
+        words = sorted({" ".join(why[:LONGEST_REASON].split()) for why in self._unfit.values()})
+        return f". {len(self._unfit)} more are here but cannot: {'; '.join(words)}" if words else ""
 
     def perform(self, tasks: Sequence[Task]) -> list[Answer]:
         """Send each device its task; one answer each, in the same order, by the deadline.
@@ -282,6 +289,7 @@ class Roster:
             take(name, message)
             self._renew(message)
         elif message.has_error():
+            self._unfit[asked[0]] = message.error.reason or "no reason given"
             log(INFO, "node %s did not answer: %s", asked[0], message.error.reason)
         else:
             del self._asked[name]
@@ -291,6 +299,7 @@ class Roster:
     def _refresh(self, online: set[int], now: float) -> None:
         self._online = online
         self._ignored &= online
+        self._unfit = {node: why for node, why in self._unfit.items() if node in online}
         self._twins = {node: since for node, since in self._twins.items() if node in online}
         self._offers = {node: offer for node, offer in self._offers.items() if node in online}
         self._asked = {
@@ -319,6 +328,7 @@ class Roster:
         if asked is not None:
             log(WARNING, "node %s is refused: %s", asked[0], spoilt.why)
             self._ignored.add(asked[0])
+            self._unfit[asked[0]] = spoilt.why
 
     def _renew(self, message: Message) -> None:
         """A result carries the offer for the next round; without one, the device is asked."""
@@ -345,11 +355,13 @@ class Roster:
         except (MessageError, Taken) as error:
             log(WARNING, "node %s is refused: %s", node, error)
             self._ignored.add(node)
+            self._unfit[node] = str(error)
             content = pack_refusal(str(error))
             self._office.send(Message(content, node, MessageType.QUERY, ttl=ASK_S))
             return
         if node not in self._offers:
             log(INFO, "device %d is ready", offer.device)
+        self._unfit.pop(node, None)
         self._offers[node] = offer
 
     def _check_free(self, node: int, device: int) -> None:

@@ -17,7 +17,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
-from logging import INFO, WARNING
+from logging import ERROR, INFO, WARNING, FileHandler, Formatter, getLogger
 from pathlib import Path
 
 from flwr.app import Context
@@ -40,6 +40,7 @@ from anycostfl.server import Round, Server
 from anycostfl.types import DeviceRecord
 from anycostfl.workers import InProcess, one_thread
 
+LOG = "flower/server.log"  # what the SuperLink and the server app say
 LOCK = "server.lock"  # held by the server app; inside: the id of Flower's run
 FAILURE = "failure.txt"  # why the server app gave up
 TRIES = 50  # to get the lock, ten a second
@@ -56,6 +57,7 @@ def main(grid: Grid, context: Context) -> None:
     # Flower would go on trying to reach the dead for minutes.
     end_with_parent(lambda: os._exit(1), os.getppid())
     folder = Path(str(context.run_config["run-dir"]))
+    log_to(folder / LOG)
     with sole_server(folder, context.run_id):
         try:
             before = take_up(folder)
@@ -71,6 +73,16 @@ def main(grid: Grid, context: Context) -> None:
             with suppress(OSError):  # a full disk, perhaps
                 (folder / FAILURE).write_text(str(error))
             raise
+        except Exception:
+            log(ERROR, "the server app died", exc_info=True)
+            raise
+
+
+def log_to(path: Path) -> None:
+    """Write down what is said here: Flower shows nobody what a server app prints."""
+    handler = FileHandler(path, delay=True)
+    handler.setFormatter(Formatter("%(asctime)s %(levelname)s %(message)s"))
+    getLogger("flwr").addHandler(handler)
 
 
 def read_terms(table: UserConfig) -> Terms:

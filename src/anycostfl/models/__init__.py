@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from anycostfl.errors import UnknownName
 from anycostfl.registry import load_file, modules_in, own_folders, unknown
 from anycostfl.types import ModelSpec
 
@@ -17,8 +18,10 @@ def load(name: str) -> ModelSpec:
     """The architecture of that name."""
     if name not in names():
         raise unknown("model", name, names())
-    spec: ModelSpec = load_file(__name__, name, "MODEL").MODEL
-    return spec
+    module = load_file(__name__, name, "MODEL")
+    if not isinstance(module.MODEL, ModelSpec):
+        raise UnknownName(f"{module.__file__}: MODEL has to be a ModelSpec")
+    return module.MODEL
 
 
 def file_of(name: str) -> str:
