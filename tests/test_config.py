@@ -217,6 +217,28 @@ def test_other_data_do_not_keep_the_title() -> None:
     assert config.load_preset("demo", ["data.name=x.npz", "summary=mine"]).summary == "mine"
 
 
+def test_files_that_a_preset_names_lie_beside_it_or_where_the_command_runs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder, here = tmp_path / "mine", tmp_path / "here"
+    folder.mkdir()
+    here.mkdir()
+    monkeypatch.chdir(here)
+    board = resources.files("anycostfl").joinpath("profiles", "jetson-nano.toml").read_text()
+    (folder / "board.toml").write_text(board)
+    text = 'base = "demo"\n[data]\nname = "{}.npz"\n[fleet]\nprofiles = ["board.toml"]\n'
+    (folder / "own.toml").write_text(text.format("own"))
+    (folder / "own.npz").touch()
+    (folder / "other.toml").write_text(text.format("other"))
+    settings = config.load_preset(str(folder / "own.toml"))
+    assert settings.data.name == str(folder / "own.npz")
+    assert settings.fleet.profiles == (str(folder / "board.toml"),)
+    assert list(config.profiles_of(settings.fleet)) == [str(folder / "board.toml")]
+    assert config.load_preset(str(folder / "other.toml")).data.name == "other.npz"
+    with pytest.raises(UnknownName, match=f"there is no file board.toml in {here}"):
+        config.load_profile("board.toml")
+
+
 def test_a_base_may_have_a_base_beside_it(tmp_path: Path) -> None:
     (tmp_path / "a.toml").write_text('base = "b.toml"\n[run]\nseed = 5\n')
     (tmp_path / "b.toml").write_text('base = "fmnist-noniid"\n[run]\nrounds = 7\n')

@@ -284,7 +284,8 @@ def _find(folder: str, name: str, what: str) -> Traversable:
         return resources.files("anycostfl").joinpath(folder, f"{name}.toml")
     if name.endswith(".toml"):
         if not Path(name).is_file():
-            raise UnknownName(f"there is no file {name}")
+            where = "" if Path(name).is_absolute() else f" in {Path.cwd()}"
+            raise UnknownName(f"there is no file {name}{where}")
         return Path(name)
     known = ", ".join(_names(folder))
     close = difflib.get_close_matches(name, _names(folder), n=1)
@@ -297,12 +298,29 @@ def _read_preset(name: str, above: tuple[str, ...] = ()) -> dict[str, Any]:
     if name in above:
         raise ConfigError([f"base: {' → '.join((*above, name))} goes round in a circle"], above[0])
     table = tomllib_load(_find("presets", name, "preset"), name)
+    if name.endswith(".toml"):
+        _find_beside(table, Path(name).parent)
     if "base" not in table:
         return table
     base = str(table.pop("base"))
     if base.endswith(".toml"):
         base = str((Path(name).parent / base).resolve())
     return _instead(_read_preset(base, (*above, name)), table)
+
+
+def _find_beside(table: dict[str, Any], folder: Path) -> None:
+    """Data and profiles that a preset names may lie beside its file, as its base does."""
+
+    def there(given: Any) -> Any:
+        is_file = isinstance(given, str) and given.endswith((".npz", ".toml"))
+        found = is_file and (folder / given).is_file()
+        return str((folder / given).resolve()) if found else given
+
+    data, fleet = table.get("data"), table.get("fleet")
+    if isinstance(data, dict) and "name" in data:
+        data["name"] = there(data["name"])
+    if isinstance(fleet, dict) and isinstance(fleet.get("profiles"), list):
+        fleet["profiles"] = [there(name) for name in fleet["profiles"]]
 
 
 def _instead(below: dict[str, Any], above: Mapping[str, Any]) -> dict[str, Any]:
