@@ -89,7 +89,7 @@ def _lay_out(module: nn.Module, layout: torch.memory_format) -> None:
     """Put the weights of 2-D convolutions in memory as their images are."""
     for tensor in (*module.parameters(), *module.buffers()):
         if tensor.dim() == 4:
-            tensor.data = tensor.data.contiguous(memory_format=layout)
+            tensor.data = tensor.data.to(memory_format=layout)
 
 
 def batches(order: Tensor, size: int) -> list[Tensor]:
