@@ -36,6 +36,11 @@ class CannotCompare(AnycostError):  # noqa: N818 - reads as what happened
     """Runs that do not belong together."""
 
 
+def nothing_in(folder: Path) -> CannotCompare:
+    """That there is nothing to show."""
+    return CannotCompare(f"{folder} holds no run of this; without --show they are played")
+
+
 @dataclass(frozen=True, slots=True)
 class Case:
     """One run of a comparison: its directory's name and what it does."""

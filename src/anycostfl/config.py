@@ -241,7 +241,7 @@ def essence(config: Config) -> str:
 
 
 def identity(config: Config) -> str:
-    """The same wherever the data lies."""
+    """What decides the rounds, wherever the data lies."""
     return essence(replace(config, data=replace(config.data, path="")))
 
 

@@ -13,7 +13,7 @@ import torch
 from anycostfl import data, models
 from anycostfl.config import Config
 from anycostfl.coupling import tensors_of
-from anycostfl.errors import AnycostError, ConfigError, TraceError
+from anycostfl.errors import ConfigError, TraceError
 from anycostfl.shrink import ElasticModel
 from anycostfl.train import TrainOptions, bf16_pays
 from anycostfl.types import Scale
@@ -79,23 +79,24 @@ def prepare(config: Config, scale: Scale | None = None, *, whole: bool = False) 
     )
     try:
         side = DeviceSide(shared)
-    except TraceError as error:
-        raise _misfit(config, dataset, error) from error
+    except TraceError:
+        _check_images(config, dataset)
+        raise
     _check_classes(side, dataset)
     _check_workload(config, side)
     return side
 
 
-def _misfit(config: Config, dataset: data.Dataset, error: TraceError) -> AnycostError:
-    """That the model does not take such images, if it expects others."""
+def _check_images(config: Config, dataset: data.Dataset) -> None:
+    """The model failed on images; perhaps it expects others."""
     images = tuple(dataset.train_images.shape[1:])
     expected = tuple(models.load(config.model.name).example(1).shape[1:])
-    if images == expected:
-        return error
-    return ConfigError(
-        [f"data.name: {dataset.name} has images of {images}, but model {config.model.name} takes "
-         f"{expected}; choose another model, or bring one that takes them (docs/extend.md)"]
-    )  # fmt: skip
+    if images != expected:
+        raise ConfigError(
+            [f"data.name: {dataset.name} has images of {images}, but model {config.model.name} "
+             f"takes {expected}; choose another model, or bring one that takes them "
+             "(docs/extend.md)"]
+        )  # fmt: skip
 
 
 def _check_workload(config: Config, side: DeviceSide) -> None:

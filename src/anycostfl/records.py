@@ -445,14 +445,17 @@ def _append(path: Path, line: str) -> None:
         file.write(line + "\n")
 
 
-def write_whole(path: Path, content: bytes) -> None:
-    """Write a file beside its place, then move it there: it is there whole or not at all."""
+def write_whole(path: Path, content: bytes, *, secret: bool = False) -> None:
+    """Write a file beside its place, then move it there: it is there whole or not at all.
+
+    A secret is its owner's to read from the first byte on.
+    """
     refuse_special(path)
     part = path.with_name(path.name + ".part")
     part.unlink(missing_ok=True)
     try:
-        with part.open("xb") as file:  # never through a link that somebody left there
-            file.write(content)
+        part.touch(0o600 if secret else 0o666, exist_ok=False)  # never through a link left there
+        part.write_bytes(content)
         _sync(part)
         os.replace(part, path)
     finally:

@@ -178,8 +178,12 @@ def _check_length(assignment: Assignment, payload: bytes) -> None:
 
 
 def _words(begin: str, text: str) -> str:
-    """A status; what a device made us say is cut to one line of a sane length."""
-    return f"{begin}: {' '.join(text[:LONGEST_REASON].split())}"
+    return f"{begin}: {one_line(text)}"
+
+
+def one_line(text: str) -> str:
+    """What a device made us say, cut to one line of a sane length."""
+    return " ".join(text[:LONGEST_REASON].split())
 
 
 def _decode(method: Method, assignment: Assignment, reply: Reply) -> Update:

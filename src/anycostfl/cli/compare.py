@@ -33,7 +33,6 @@ from anycostfl.cli._series import (
 )
 from anycostfl.compare import (
     HEADER,
-    CannotCompare,
     Enough,
     Records,
     Row,
@@ -42,6 +41,7 @@ from anycostfl.compare import (
     lasted,
     make_case,
     make_row,
+    nothing_in,
     reached,
     to_csv,
     to_curves,
@@ -99,12 +99,10 @@ def compare(
     order = [m for m in (*methods.names(), *chosen) if found.get(m)]
     runs = {method: found[method] for method in dict.fromkeys(order)}
     rows = [make_row(method, of_method, goal) for method, of_method in runs.items()]
-    for method, of_method in runs.items():
-        for why in filter(None, (nothing_learnt(records) for _, records in of_method)):
-            note(f"{method}: {why}")
     cells = as_cells(rows, _papers(preset, goal))
     if not rows:
-        raise CannotCompare(f"{folder} holds no run of this; without --show they are played")
+        raise nothing_in(folder)
+    _note_the_idle(runs)
     stem = folder / ("tuned" if len(series.rates) > 1 else "results")
     if series.play:
         _write(stem, rows, runs, cells)
@@ -115,6 +113,13 @@ def compare(
     if series.play:
         files = f"{stem.name}.md, .csv, .curves.csv and .png"
         say(f"Everything is in {folder}: {files}, a folder a run")
+
+
+def _note_the_idle(runs: Mapping[str, Sequence[tuple[Config, Records]]]) -> None:
+    """Which runs learnt nothing, and why."""
+    for method, of_method in runs.items():
+        for why in filter(None, (nothing_learnt(records) for _, records in of_method)):
+            note(f"{method}: {why}")
 
 
 def _write(

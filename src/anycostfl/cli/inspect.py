@@ -16,7 +16,7 @@ from anycostfl import models
 from anycostfl.cli._console import Json, emit_json, out, say, table
 from anycostfl.coupling import Group
 from anycostfl.errors import ConfigError, UnknownName
-from anycostfl.shrink import ElasticModel, SubModel
+from anycostfl.shrink import ElasticModel, SubModel, size_bits
 from anycostfl.shrink.widths import regions, take
 
 
@@ -77,10 +77,6 @@ def _count(module: nn.Module) -> int:
     return sum(p.numel() for p in module.parameters())
 
 
-def _update_bits(module: nn.Module) -> int:
-    return 32 * sum(p.numel() for p in module.parameters() if p.requires_grad)
-
-
 def _per_channel(group: Group, net: ElasticModel) -> tuple[int, float]:
     """Parameters and training FLOPs that go when the full model loses one channel of a group."""
     narrower = {**net.coupling.full(), group.name: group.size - 1}
@@ -99,7 +95,7 @@ def describe(name: str, net: ElasticModel, sub: SubModel) -> dict[str, object]:
         "rule": net.rule,
         "literal_sizes_rewritten": net.rewritten,
         "parameters": {"full": _count(net.module), "sub": _count(sub.module)},
-        "update_bits": {"full": net.size_bits, "sub": _update_bits(sub.module)},
+        "update_bits": {"full": net.size_bits, "sub": size_bits(sub.module)},
         "training_flops_per_sample": {
             "full": net.training_flops,
             "sub": net.training_flops * plan.flops_ratio,
@@ -162,7 +158,7 @@ def _show_costs(net: ElasticModel, sub: SubModel) -> None:
     flops, ratio = net.training_flops, sub.plan.flops_ratio
     amounts = [
         ("parameters", full, small, "{:,}"),
-        ("update, Mbit", net.size_bits / 1e6, _update_bits(sub.module) / 1e6, "{:.2f}"),
+        ("update, Mbit", net.size_bits / 1e6, size_bits(sub.module) / 1e6, "{:.2f}"),
         ("training MFLOP per sample", flops / 1e6, flops * ratio / 1e6, "{:.1f}"),
     ]
     rows = [

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import signal
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 from types import FrameType
 from typing import Annotated
@@ -53,10 +54,9 @@ def join(
     parse_address(server, "SERVER")
     problems = _problems(key, trust, insecure=insecure)
     problems += _mean_problems(profile, rate_bps, energy_j, latency_s)
-    counts = {"--threads": threads, "--latency-s": latency_s, "--patience-s": patience_s}
-    problems += [
-        f"{n}: given {v:g}, allowed 0 or more" for n, v in counts.items() if not 0 <= v < math.inf
-    ]
+    problems += _count_problems(
+        {"--threads": threads, "--latency-s": latency_s, "--patience-s": patience_s}
+    )
     if data.endswith(".npz") and not Path(data).is_file():
         problems.append(f"--data: there is no file {data}")
     if problems:
@@ -93,6 +93,11 @@ def _problems(key: Path | None, trust: Path | None, *, insecure: bool) -> list[s
     ]
     given = (("--key", key), ("--trust", trust))
     return missing + [f"{n}: there is no file {p}" for n, p in given if p and not p.is_file()]
+
+
+def _count_problems(given: Mapping[str, float]) -> list[str]:
+    wrong = {name: value for name, value in given.items() if not 0 <= value < math.inf}
+    return [f"{name}: given {value:g}, allowed 0 or more" for name, value in wrong.items()]
 
 
 def _mean_problems(profile: str, rate_bps: float, energy_j: float, latency_s: float) -> list[str]:

@@ -34,7 +34,7 @@ from anycostfl.cli._series import (
     show,
     working_on,
 )
-from anycostfl.compare import CannotCompare, Series, Spent, as_bounds, cost_to, to_markdown
+from anycostfl.compare import Series, Spent, as_bounds, cost_to, nothing_in, to_markdown
 from anycostfl.config import Config
 from anycostfl.errors import ConfigError, MissingExtra
 from anycostfl.records import write_whole, writing_to
@@ -214,7 +214,7 @@ def _against(clean: float | None, accuracy: float | None) -> list[str]:
 
 def _check_played(series: Series, found: Iterable[Spent]) -> None:
     if not any(spent.cost.rounds for spent in found):
-        raise CannotCompare(f"{series.folder} holds no run of this; without --show they are played")
+        raise nothing_in(series.folder)
 
 
 def _cells(spent: Spent) -> list[str]:

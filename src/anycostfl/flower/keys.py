@@ -12,7 +12,6 @@ Elliptic curves throughout (P-384), as Flower wants them for its nodes.
 from __future__ import annotations
 
 import ipaddress
-import os
 import re
 from collections.abc import Sequence
 from contextlib import suppress
@@ -27,6 +26,7 @@ from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
 from anycostfl.errors import ConfigError
+from anycostfl.records import write_whole
 
 AUTHORITY_DAYS, SERVER_DAYS, RENEW_DAYS = 3650, 825, 30
 ALWAYS = ("localhost", "127.0.0.1", "::1")  # the server's own processes come this way
@@ -167,8 +167,8 @@ def _make_authority(keys: KeyFolder) -> list[Path]:
         .add_extension(usage, critical=True)
     )
     if is_new:
-        _write(keys.authority_key, _pem(key), secret=True)
-    _write(keys.authority, _signed(builder, key))
+        write_whole(keys.authority_key, _pem(key), secret=True)
+    write_whole(keys.authority, _signed(builder, key))
     return [keys.authority, keys.authority_key] if is_new else [keys.authority]
 
 
@@ -193,8 +193,8 @@ def _make_certificate(keys: KeyFolder, hosts: Sequence[str]) -> list[Path]:
         .add_extension(issuer, critical=False)
     )
     if is_new:
-        _write(keys.certificate_key, _pem(key), secret=True)
-    _write(keys.certificate, _signed(builder, authority))
+        write_whole(keys.certificate_key, _pem(key), secret=True)
+    write_whole(keys.certificate, _signed(builder, authority))
     return [keys.certificate, keys.certificate_key] if is_new else [keys.certificate]
 
 
@@ -224,8 +224,8 @@ def _make_device(path: Path) -> list[Path]:
         serialization.Encoding.OpenSSH, serialization.PublicFormat.OpenSSH
     )
     if is_new:
-        _write(path, private, secret=True)
-    _write(twin, public + f" {path.name}\n".encode())
+        write_whole(path, private, secret=True)
+    write_whole(twin, public + f" {path.name}\n".encode())
     return [path, twin] if is_new else [twin]
 
 
@@ -283,18 +283,3 @@ def _pem(key: ec.EllipticCurvePrivateKey) -> bytes:
         serialization.PrivateFormat.PKCS8,
         serialization.NoEncryption(),
     )
-
-
-def _write(path: Path, content: bytes, *, secret: bool = False) -> None:
-    """Write a file beside its place, then move it there: it is there whole or not at all."""
-    part = path.with_name(f"{path.name}.part")
-    part.unlink(missing_ok=True)
-    try:
-        part.touch(0o600 if secret else 0o644, exist_ok=False)
-        with part.open("wb") as file:
-            file.write(content)
-            file.flush()
-            os.fsync(file.fileno())
-        part.replace(path)
-    finally:
-        part.unlink(missing_ok=True)

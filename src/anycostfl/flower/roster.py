@@ -36,7 +36,7 @@ from anycostfl.flower.messages import (
 from anycostfl.flower.numbers import NotYet, Numbers, Taken
 from anycostfl.flower.post import PostOffice, Spoilt
 from anycostfl.gate import Bench
-from anycostfl.rounds import LONGEST_REASON
+from anycostfl.rounds import one_line
 from anycostfl.types import Devices, Scale
 from anycostfl.workers import Reply
 
@@ -154,7 +154,7 @@ class Roster:
 
     def _reasons(self) -> str:
         """Why some that are connected take no part, in their own words or in ours."""
-        words = sorted({" ".join(why[:LONGEST_REASON].split()) for why in self._unfit.values()})
+        words = sorted(set(map(one_line, self._unfit.values())))
         return f". {len(self._unfit)} more are here but cannot: {'; '.join(words)}" if words else ""
 
     def perform(self, tasks: Sequence[Task]) -> list[Answer]:

@@ -26,6 +26,11 @@ class SubModel:
     plan: WidthPlan
 
 
+def size_bits(module: nn.Module) -> int:
+    """32 bits for every element that is trained."""
+    return 32 * sum(p.numel() for p in module.parameters() if p.requires_grad)
+
+
 class ElasticModel:
     """The server's model: holds the global weights, hands out sub-models of any width.
 
@@ -63,8 +68,8 @@ class ElasticModel:
 
     @property
     def size_bits(self) -> int:
-        """S of the paper: the size of an uncompressed update, 32 bits per trainable element."""
-        return 32 * sum(p.numel() for p in self.module.parameters() if p.requires_grad)
+        """S of the paper: the size of an uncompressed update."""
+        return size_bits(self.module)
 
     @property
     def training_flops(self) -> float:
