@@ -37,7 +37,8 @@ from anycostfl.compare import (
 )
 from anycostfl.config import preset_names
 from anycostfl.errors import AnycostError
-from anycostfl.records import InUse, only_one, read_journal
+from anycostfl.files import InUse, only_one
+from anycostfl.records import read_journal
 from anycostfl.types import DeviceRecord, RoundRecord
 from small_runs import small_config, small_overrides
 

@@ -43,7 +43,8 @@ from anycostfl.export import (
     write,
     write_elastic,
 )
-from anycostfl.records import RunWriter, StorageError, read_run
+from anycostfl.files import StorageError
+from anycostfl.records import RunWriter, read_run
 from anycostfl.runs import keep
 from anycostfl.simulate import play
 from anycostfl.train import count_correct

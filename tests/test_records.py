@@ -20,7 +20,8 @@ from safetensors.torch import save_file
 
 from anycostfl import records
 from anycostfl.cli.run import run
-from anycostfl.records import Checkpoint, RunWriter, StorageError, checkpoints, open_run, read_run
+from anycostfl.files import StorageError
+from anycostfl.records import Checkpoint, RunWriter, checkpoints, open_run, read_run
 from anycostfl.types import DeviceRecord, RoundRecord
 from small_runs import small_overrides
 

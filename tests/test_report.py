@@ -27,16 +27,15 @@ from anycostfl.cli.report import report
 from anycostfl.cli.watch import watch
 from anycostfl.config import to_toml
 from anycostfl.errors import AnycostError
+from anycostfl.files import StorageError, write_whole
 from anycostfl.records import (
     CONFIG,
     ENVIRONMENT,
     JOURNAL,
     TIMING,
     WIDTHS,
-    StorageError,
     read_config,
     read_journal,
-    write_whole,
 )
 from anycostfl.report import LiveServer, gather, render, write_page
 from anycostfl.report.gather import Document, _rounded

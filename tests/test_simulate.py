@@ -17,7 +17,8 @@ from anycostfl import methods
 from anycostfl.config import load_preset, to_toml
 from anycostfl.errors import AnycostError, ConfigError
 from anycostfl.experiment import prepare, settle
-from anycostfl.records import InUse, RunWriter, read_run
+from anycostfl.files import InUse
+from anycostfl.records import RunWriter, read_run
 from anycostfl.runs import Turn, begin, check_engine, keep, take_up
 from anycostfl.server import Server
 from anycostfl.simulate import play, run

@@ -33,7 +33,8 @@ from anycostfl.config import Config, parse_config
 from anycostfl.coupling import tensors_of
 from anycostfl.elastic_file import METADATA, save_elastic, save_tensors
 from anycostfl.errors import AlphaError, AnycostError, ConfigError, InfeasibleBudget, MissingExtra
-from anycostfl.records import SavedRun, StorageError, read_run, refuse_special, write_whole
+from anycostfl.files import StorageError, refuse_special, write_whole
+from anycostfl.records import SavedRun, read_run
 from anycostfl.shrink import ElasticModel, SubModel, calibration_batches, recalibrate
 from anycostfl.train import count_correct
 

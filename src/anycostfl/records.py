@@ -20,7 +20,6 @@ count as one of the two that are kept. No clock decides anything here.
 from __future__ import annotations
 
 import dataclasses
-import fcntl
 import json
 import os
 import platform
@@ -35,14 +34,14 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from importlib import metadata
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from anycostfl.errors import AnycostError
+from anycostfl.files import InUse, StorageError, only_one, sync, write_whole, writing_to
 from anycostfl.registry import own_files
 from anycostfl.types import DeviceRecord, RoundRecord
 
@@ -50,19 +49,9 @@ CONFIG, ENVIRONMENT = "config.toml", "environment.json"
 STATES = {"model": "state", "velocity": "velocity", "public": "public", "moved": "moved"}
 JOURNAL, COPY, TIMING = "rounds.jsonl", "rounds.copy.jsonl", "timing.jsonl"
 WIDTHS, PAGE = "widths.json", "report.html"
-LOCK = "lock"
 KEPT_CHECKPOINTS = 2
-LEAVING_S = 2.0  # for another process to leave a folder
 
 State = Mapping[str, Tensor]
-
-
-class StorageError(AnycostError, OSError):
-    """A run directory that cannot be written or read; says what is still intact."""
-
-
-class InUse(AnycostError):  # noqa: N818 - reads as what happened
-    """A folder that another process works on."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -157,50 +146,19 @@ class RunWriter:
         path = self.folder / f"checkpoint-{rounds}.safetensors"
         part = path.with_suffix(".part")
         with writing_to(self.folder, intact="the last checkpoint is intact"):
-            _sync(self.folder / JOURNAL)
+            sync(self.folder / JOURNAL)
             try:
                 copies = _unshared(tensors)
                 about = json.dumps({"rounds": rounds, "crc32": _checksum(copies)})
                 save_file(copies, part, {"checkpoint": about})
-                _sync(part)
+                sync(part)
                 os.replace(part, path)
             except (OSError, SafetensorError) as error:
                 part.unlink(missing_ok=True)
                 raise OSError(str(error)) from error
-            _sync(self.folder)
+            sync(self.folder)
             for old in checkpoints(self.folder)[KEPT_CHECKPOINTS:]:
                 old.unlink()
-
-
-@contextmanager
-def only_one(folder: Path) -> Iterator[None]:
-    """Keep other processes away from a folder; the lock goes when this one does, however it ends.
-
-    Whoever is on the way out gets a moment to leave.
-    """
-    with writing_to(folder):
-        lock = (folder / LOCK).open("a+")
-    with lock:
-        until = time.monotonic() + LEAVING_S
-        while not _locked(lock):
-            if time.monotonic() > until:
-                lock.seek(0)
-                who = lock.read() or "?"
-                raise InUse(f"process {who} is working on {folder}; wait for it or stop it")
-            time.sleep(0.1)
-        with writing_to(folder):
-            lock.truncate(0)
-            lock.write(str(os.getpid()))
-            lock.flush()
-        yield
-
-
-def _locked(file: TextIO) -> bool:
-    try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    return True
 
 
 def checkpoints(folder: Path) -> list[Path]:
@@ -443,51 +401,6 @@ def read_own_files(folder: Path) -> dict[str, str]:
 def _append(path: Path, line: str) -> None:
     with path.open("a") as file:
         file.write(line + "\n")
-
-
-def write_whole(path: Path, content: bytes, *, secret: bool = False) -> None:
-    """Write a file beside its place, then move it there: it is there whole or not at all.
-
-    A secret is its owner's to read from the first byte on.
-    """
-    refuse_special(path)
-    part = path.with_name(path.name + ".part")
-    part.unlink(missing_ok=True)
-    try:
-        part.touch(0o600 if secret else 0o666, exist_ok=False)  # never through a link left there
-        part.write_bytes(content)
-        _sync(part)
-        os.replace(part, path)
-    finally:
-        part.unlink(missing_ok=True)
-
-
-def refuse_special(path: Path) -> None:
-    """Nothing but a file may be replaced by one: no folder, and no device such as /dev/null."""
-    if path.exists() and not path.is_file():
-        raise StorageError(f"{path} is there and is not a file; choose another name")
-
-
-def _sync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
-@contextmanager
-def writing_to(
-    folder: Path, then: str = "Free some space, then go on with --resume", *, intact: str = ""
-) -> Iterator[None]:
-    """Turn a failing disk into one clear message."""
-    try:
-        yield
-    except StorageError:
-        raise
-    except OSError as error:
-        also = f"; {intact}" if intact else ""
-        raise StorageError(f"cannot write to {folder}: {error}{also}. {then}") from error
 
 
 def totals(records: Sequence[RoundRecord]) -> dict[str, float]:

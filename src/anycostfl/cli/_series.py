@@ -16,7 +16,7 @@ from anycostfl.compare import CannotCompare, Case, Records, Series
 from anycostfl.config import Config, load_preset
 from anycostfl.errors import ConfigError
 from anycostfl.experiment import settle
-from anycostfl.records import only_one, writing_to
+from anycostfl.files import only_one, writing_to
 from anycostfl.workers import count_workers
 
 EVERY = 10  # rounds between two lines of progress

@@ -49,7 +49,7 @@ from anycostfl.compare import (
 )
 from anycostfl.config import Config, load_preset, preset_names
 from anycostfl.errors import AnycostError, ConfigError, MissingExtra
-from anycostfl.records import write_whole, writing_to
+from anycostfl.files import write_whole, writing_to
 from anycostfl.report import draw_curves
 
 

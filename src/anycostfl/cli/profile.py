@@ -13,9 +13,9 @@ from anycostfl.cli._console import Json, emit_json, err, note, out, say, table
 from anycostfl.cli._options import Overrides, Preset
 from anycostfl.config import load_preset, load_profile
 from anycostfl.errors import ConfigError
+from anycostfl.files import StorageError
 from anycostfl.profile import Measurement
 from anycostfl.profile.network import listen, measure_rate, parse_address
-from anycostfl.records import StorageError
 
 GOOD_ENOUGH = 0.15
 

@@ -37,7 +37,7 @@ from anycostfl.cli._series import (
 from anycostfl.compare import Series, Spent, as_bounds, cost_to, nothing_in, to_markdown
 from anycostfl.config import Config
 from anycostfl.errors import ConfigError, MissingExtra
-from anycostfl.records import write_whole, writing_to
+from anycostfl.files import write_whole, writing_to
 from anycostfl.report import draw_bars, draw_lines
 from anycostfl.sweep import KINDS, SPREADS, WIDTHS, ablation, attacks, heterogeneity, widths
 

@@ -26,7 +26,7 @@ from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
 from anycostfl.errors import ConfigError
-from anycostfl.records import write_whole
+from anycostfl.files import write_whole
 
 AUTHORITY_DAYS, SERVER_DAYS, RENEW_DAYS = 3650, 825, 30
 ALWAYS = ("localhost", "127.0.0.1", "::1")  # the server's own processes come this way

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from anycostfl.errors import AnycostError
-from anycostfl.records import write_whole
+from anycostfl.files import write_whole
 
 NODES = "flower/nodes.json"
 DEVICES = "devices.json"

@@ -18,7 +18,8 @@ from importlib import resources
 from pathlib import Path
 from string import Template
 
-from anycostfl.records import PAGE, StorageError, write_whole
+from anycostfl.files import StorageError, write_whole
+from anycostfl.records import PAGE
 from anycostfl.report.gather import Document, gather
 
 SCRIPTS = ("dom.js", "runs.js", "charts.js", "heatmap.js", "sections.js", "start.js")

@@ -1,0 +1,101 @@
+"""Files that are there whole or not at all, folders that one process works on, disks that fail."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TextIO
+
+from anycostfl.errors import AnycostError
+
+LOCK = "lock"
+LEAVING_S = 2.0  # for another process to leave a folder
+
+
+class StorageError(AnycostError, OSError):
+    """A run directory that cannot be written or read; says what is still intact."""
+
+
+class InUse(AnycostError):  # noqa: N818 - reads as what happened
+    """A folder that another process works on."""
+
+
+def write_whole(path: Path, content: bytes, *, secret: bool = False) -> None:
+    """Write a file beside its place, then move it there: it is there whole or not at all.
+
+    A secret is its owner's to read from the first byte on.
+    """
+    refuse_special(path)
+    part = path.with_name(path.name + ".part")
+    part.unlink(missing_ok=True)
+    try:
+        part.touch(0o600 if secret else 0o666, exist_ok=False)  # never through a link left there
+        part.write_bytes(content)
+        sync(part)
+        os.replace(part, path)
+    finally:
+        part.unlink(missing_ok=True)
+
+
+def refuse_special(path: Path) -> None:
+    """Nothing but a file may be replaced by one: no folder, and no device such as /dev/null."""
+    if path.exists() and not path.is_file():
+        raise StorageError(f"{path} is there and is not a file; choose another name")
+
+
+def sync(path: Path) -> None:
+    """Wait until a file or folder has reached the disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+@contextmanager
+def only_one(folder: Path) -> Iterator[None]:
+    """Keep other processes away from a folder; the lock goes when this one does, however it ends.
+
+    Whoever is on the way out gets a moment to leave.
+    """
+    with writing_to(folder):
+        lock = (folder / LOCK).open("a+")
+    with lock:
+        until = time.monotonic() + LEAVING_S
+        while not _locked(lock):
+            if time.monotonic() > until:
+                lock.seek(0)
+                who = lock.read() or "?"
+                raise InUse(f"process {who} is working on {folder}; wait for it or stop it")
+            time.sleep(0.1)
+        with writing_to(folder):
+            lock.truncate(0)
+            lock.write(str(os.getpid()))
+            lock.flush()
+        yield
+
+
+def _locked(file: TextIO) -> bool:
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
+
+
+@contextmanager
+def writing_to(
+    folder: Path, then: str = "Free some space, then go on with --resume", *, intact: str = ""
+) -> Iterator[None]:
+    """Turn a failing disk into one clear message."""
+    try:
+        yield
+    except StorageError:
+        raise
+    except OSError as error:
+        also = f"; {intact}" if intact else ""
+        raise StorageError(f"cannot write to {folder}: {error}{also}. {then}") from error
