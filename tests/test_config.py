@@ -89,6 +89,12 @@ def test_overrides_are_toml_values_and_bare_words() -> None:
     assert settings.fleet.profiles == ("jetson-nano",)
 
 
+def test_an_unknown_model_is_one_problem() -> None:
+    with pytest.raises(ConfigError) as caught:
+        config.load_preset("demo", ["model.name=cnnn"])
+    assert [text.split(",")[0] for text in caught.value.problems] == ["model.name: given 'cnnn'"]
+
+
 def test_overrides_may_be_numbers_that_toml_does_not_know() -> None:
     changes = ["fleet.latency_s=.5", "fleet.radius_m=400.", "run.seed=007", "data.path=007"]
     settings = config.load_preset("fmnist-iid", [*changes, "fleet.bandwidth_shared=True"])
@@ -103,6 +109,8 @@ def test_overrides_may_be_numbers_that_toml_does_not_know() -> None:
         ("nonsense", "section.key=value"),
         ("fleet.cohrt=3", "did you mean cohort"),
         ("rounds=2", "rounds: unknown key, did you mean run.rounds?"),
+        ("base=demo", "base: only the file of a preset has one"),
+        ("bsae=demo", "bsae: unknown key, did you mean base?"),
         ("fleet.cohort=61", "at most devices (60)"),
         ("fleet.bandwidth_shared=1", "true or false"),
         ("summary.x=1", "allowed a string"),
@@ -235,6 +243,9 @@ def test_files_that_a_preset_names_lie_beside_it_or_where_the_command_runs(
     assert settings.fleet.profiles == (str(folder / "board.toml"),)
     assert list(config.profiles_of(settings.fleet)) == [str(folder / "board.toml")]
     assert config.load_preset(str(folder / "other.toml")).data.name == "other.npz"
+    (here / "other.npz").touch()
+    assert config.load_preset(str(folder / "other.toml")).data.name == str(here / "other.npz")
+    assert config.load_preset("demo", ["data.name=other.npz"]).data.name == str(here / "other.npz")
     with pytest.raises(UnknownName, match=f"there is no file board.toml in {here}"):
         config.load_profile("board.toml")
 

@@ -81,17 +81,23 @@ def test_a_model_is_a_model_spec(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
         models.load("own_model")
 
 
-def test_the_packages_own_come_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_packages_names_are_taken(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "models").mkdir()
     (tmp_path / "models" / "cnn.py").write_text("raise RuntimeError")
     monkeypatch.setenv("ANYCOSTFL_PATH", str(tmp_path))
-    program = "from anycostfl import models; print(models.names(), models.load('cnn').summary)"
-    done = subprocess.run(
-        [sys.executable, "-c", program], capture_output=True, text=True, check=False
+    assert "McMahan" not in told_of("cnn")
+    assert f"{tmp_path / 'models' / 'cnn.py'} has the name of one of the package's" in told_of(
+        "cnn"
     )
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.count("'cnn'") == 1
-    assert "McMahan" in done.stdout
+    assert "'cnn', 'lstm'" in told_of("vgg9")
+
+
+def told_of(model: str) -> str:
+    """What a fresh process says of all models and of this one."""
+    program = f"from anycostfl import models; print(models.names(), models.load({model!r}).summary)"
+    command = [sys.executable, "-c", program]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    return done.stdout + done.stderr
 
 
 def test_an_unknown_name_says_where_it_was_looked_for(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,9 +8,10 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from anycostfl import methods
+from anycostfl import methods, sweep
 from anycostfl.attacks import LIES
 from anycostfl.cli import build_app
+from anycostfl.cli import sweep as cli_sweep
 from anycostfl.compare import Series
 from anycostfl.errors import ConfigError
 from anycostfl.fleet import draw_cohort
@@ -87,7 +88,19 @@ def test_widths_of_every_method(tmp_path: Path) -> None:
     found = widths(Series(tmp_path / "all", 1, lambda *_: None), config, ["anycostfl", "heterofl"])
     assert list(found) == ["anycostfl", "heterofl"]
     assert all(len(values) == len(WIDTHS) for values in found.values())
-    assert all(0 <= value <= 1 for values in found.values() for value in values)
+    assert all(value and 0 <= value <= 1 for values in found.values() for value in values)
+
+
+def test_widths_that_a_model_does_not_have_stay_empty(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for module in (sweep, cli_sweep):
+        monkeypatch.setattr(module, "WIDTHS", (1e-6, 1.0))
+    found = call(tmp_path, "widths", "demo", "--rounds", "1", "--methods", "anycostfl")["widths"]
+    assert isinstance(found, dict)
+    narrow, whole = found["anycostfl"]
+    assert narrow is None
+    assert 0 <= whole <= 1
 
 
 def test_an_unknown_kind_is_named() -> None:

@@ -194,6 +194,7 @@ def load_preset(name: str, overrides: Sequence[str] = ()) -> Config:
     changes: dict[str, Any] = {}
     problems = [text for item in overrides if (text := _override(changes, item))]
     table = _instead(_read_preset(name), changes)
+    _find_in(Path.cwd(), table)
     _fill_workload(table)
     return _checked(Config, table, name, problems)
 
@@ -299,7 +300,7 @@ def _read_preset(name: str, above: tuple[str, ...] = ()) -> dict[str, Any]:
         raise ConfigError([f"base: {' → '.join((*above, name))} goes round in a circle"], above[0])
     table = tomllib_load(_find("presets", name, "preset"), name)
     if name.endswith(".toml"):
-        _find_beside(table, Path(name).parent)
+        _find_in(Path(name).parent, table)
     if "base" not in table:
         return table
     base = str(table.pop("base"))
@@ -308,8 +309,11 @@ def _read_preset(name: str, above: tuple[str, ...] = ()) -> dict[str, Any]:
     return _instead(_read_preset(base, (*above, name)), table)
 
 
-def _find_beside(table: dict[str, Any], folder: Path) -> None:
-    """Data and profiles that a preset names may lie beside its file, as its base does."""
+def _find_in(folder: Path, table: dict[str, Any]) -> None:
+    """Data and profiles that lie beside a preset, or where the command runs, by their whole path.
+
+    So whoever goes on with the run finds them from anywhere.
+    """
 
     def there(given: Any) -> Any:
         is_file = isinstance(given, str) and given.endswith((".npz", ".toml"))
@@ -345,13 +349,15 @@ def _name_in(table: Mapping[str, Any], section: str) -> object:
 def _fill_workload(table: dict[str, Any]) -> None:
     """What a preset leaves out of W and S, measured on the model."""
     workload, name = table.setdefault("workload", {}), _name_in(table, "model")
-    if not isinstance(workload, dict) or name not in models.names():
+    if not isinstance(workload, dict) or {"flops_per_sample", "size_bits"} <= workload.keys():
         return
-    if not {"flops_per_sample", "size_bits"} <= workload.keys():
+    flops, bits = 1.0, 1.0  # of an unknown model, which is refused for its name alone
+    if name in models.names():
         spec = models.load(str(name))
         net = ElasticModel(spec.build(), spec.example(2))
-        workload.setdefault("flops_per_sample", net.training_flops)
-        workload.setdefault("size_bits", net.size_bits)
+        flops, bits = net.training_flops, net.size_bits
+    workload.setdefault("flops_per_sample", flops)
+    workload.setdefault("size_bits", bits)
 
 
 def _laid_over(below: dict[str, Any], above: Mapping[str, Any]) -> dict[str, Any]:
@@ -404,7 +410,8 @@ def _build(
     before = len(problems)
     hints = _hints(kind)  # type: ignore[arg-type]  # a class is hashable
     names = [item.name for item in fields(kind)]  # type: ignore[arg-type]  # always a dataclass
-    problems += [_unknown(prefix, key, names) for key in table if key not in names]
+    known = [*names, "base"] if kind is Config else names
+    problems += [_unknown(prefix, key, known) for key in table if key not in names]
     values: dict[str, Any] = {}
     for item in fields(kind):  # type: ignore[arg-type]  # as above
         required = item.default is MISSING and item.default_factory is MISSING
@@ -470,6 +477,8 @@ def _words(hint: Any) -> str:
 
 
 def _unknown(prefix: str, key: str, names: Sequence[str]) -> str:
+    if key in names:
+        return f"{prefix}{key}: only the file of a preset has one"
     inside = [] if prefix else _sections_with(key)
     close = inside or difflib.get_close_matches(key, names, n=1)
     allowed = f"did you mean {' or '.join(close)}?" if close else f"allowed {', '.join(names)}"

@@ -56,6 +56,12 @@ def load_file(package: str, module: str, constant: str) -> ModuleType:
         raise UnknownName(
             f"{package}.{module} cannot be loaded: {type(error).__name__}: {error}"
         ) from error
+    kind, file = package.rpartition(".")[2], Path(str(loaded.__file__))
+    for folder in map(Path, own_folders(kind)):
+        if (folder / file.name).is_file() and str(file.parent) not in own_folders(kind):
+            raise UnknownName(
+                f"{folder / file.name} has the name of one of the package's {kind}; rename it"
+            )
     if not hasattr(loaded, constant):
         raise UnknownName(f"{loaded.__file__} has no constant {constant}")
     return loaded

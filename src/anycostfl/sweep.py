@@ -32,7 +32,7 @@ from anycostfl.compare import (
     score,
 )
 from anycostfl.config import Config
-from anycostfl.export import accuracy_of, cut, open_trained
+from anycostfl.export import accuracy_of, cut, least_alpha, open_trained
 from anycostfl.records import checkpoints, read_run
 from anycostfl.runs import take_up
 
@@ -98,8 +98,11 @@ def _trained_or_paid(series: Series, plain: Case, case: Case, enough: Enough) ->
     return paid if paid is not None else series.advance(case, enough)
 
 
-def widths(series: Series, config: Config, names: Sequence[str]) -> dict[str, list[float]]:
-    """Accuracy at every width of `WIDTHS`, by method, after all rounds (or as far as it got)."""
+def widths(series: Series, config: Config, names: Sequence[str]) -> dict[str, list[float | None]]:
+    """Accuracy at every width of `WIDTHS`, by method, after all rounds (or as far as it got).
+
+    None where the model has no sub-model as narrow.
+    """
     found = {}
     for name in names:
         case = _best_case(series, config, name)
@@ -116,7 +119,11 @@ def widths(series: Series, config: Config, names: Sequence[str]) -> dict[str, li
                 f"a checkpoint of {_saved(home)}; ask for so many --rounds, or choose another --out"
             )
         trained = open_trained(home)
-        found[name] = [accuracy_of(trained, cut(trained, alpha)) for alpha in WIDTHS]
+        least = least_alpha(trained.net)
+        found[name] = [
+            accuracy_of(trained, cut(trained, alpha)) if alpha >= least else None
+            for alpha in WIDTHS
+        ]
     return found
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import io
+import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -184,8 +185,14 @@ def _heterogeneity(
 def _widths(series: Series, config: Config, names: Sequence[str]) -> Finding:
     found = widths(series, config, names)
     header = ["method", *(f"α = {alpha:g}" for alpha in WIDTHS)]
-    cells = [[name, *(f"{100 * a:.2f}" for a in accuracy)] for name, accuracy in found.items()]
-    lines = {name: (WIDTHS, [100 * a for a in accuracy]) for name, accuracy in found.items()}
+    cells = [
+        [name, *("–" if a is None else f"{100 * a:.2f}" for a in accuracy)]
+        for name, accuracy in found.items()
+    ]
+    lines = {
+        name: (WIDTHS, [math.nan if a is None else 100 * a for a in accuracy])
+        for name, accuracy in found.items()
+    }
     draw = partial(draw_lines, {"test accuracy, %": lines}, "width factor α")
     return Finding(header, cells, {"alpha": list(WIDTHS), **found}, draw)
 
