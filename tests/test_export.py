@@ -157,6 +157,8 @@ def test_safetensors_holds_the_sub_models_state(cnn_run: Path, tmp_path: Path) -
     trained, path = open_trained(cnn_run), tmp_path / "cnn.safetensors"
     sub = cut(trained, 0.5)
     write(trained, sub, path, "safetensors")
+    (tmp_path / "any").touch()
+    assert path.stat().st_mode == (tmp_path / "any").stat().st_mode  # others may read it
     state = load_file(path)
     assert all(torch.equal(state[name], t) for name, t in sub.module.state_dict().items())
 

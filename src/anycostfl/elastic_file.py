@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
+from safetensors.torch import save
 from torch import Tensor
 
 from anycostfl import models
@@ -42,7 +42,7 @@ def save_tensors(tensors: Mapping[str, Tensor], path: Path | str, about: Mapping
     """Write tensors as safetensors, with what they are in the metadata."""
     # Copies, for safetensors refuses tensors that share memory (tied weights).
     copies = {name: t.detach().to("cpu", copy=True).contiguous() for name, t in tensors.items()}
-    save_file(copies, path, {METADATA: json.dumps(about)})
+    Path(path).write_bytes(save(copies, {METADATA: json.dumps(about)}))  # readable as others are
 
 
 def load_elastic(path: Path | str) -> ElasticModel:
