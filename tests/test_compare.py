@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
+from anycostfl import methods
 from anycostfl.cli import build_app
 from anycostfl.compare import (
     CannotCompare,
@@ -140,16 +141,18 @@ def test_a_run_goes_on_only_as_it_began(tmp_path: Path) -> None:
 def test_a_run_does_not_go_on_with_another_method_of_the_same_name(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    own = tmp_path / "mine" / "methods" / "fedavg.py"
+    own = tmp_path / "mine" / "methods" / "own_average.py"
     own.parent.mkdir(parents=True)
-    own.write_text("one = 1")
+    text = "from anycostfl.methods import load\nMETHOD = load('fedavg')\n"
+    own.write_text(text)
     monkeypatch.setenv("ANYCOSTFL_PATH", str(tmp_path / "mine"))
+    monkeypatch.setattr(methods, "__path__", [*methods.__path__, str(own.parent)])
     series = Series(tmp_path / "all", 1, nobody)
-    case = make_case(small_config(tmp_path), "fedavg", 0.05, 0)
+    case = make_case(small_config(tmp_path), "own_average", 0.05, 0)
     first = series.advance(case, lasted(1))
     assert series.advance(case, lasted(1)) == tuple(first)
-    own.write_text("two = 2")
-    with pytest.raises(AnycostError, match=r"another methods/fedavg\.py"):
+    own.write_text(text + "two = 2\n")
+    with pytest.raises(AnycostError, match=r"another methods/own_average\.py"):
         series.advance(case, lasted(1))
 
 
