@@ -233,7 +233,7 @@ def test_a_key_is_there_whole_or_not_at_all(
         assert stat.S_IMODE((tmp_path / "ca.key.part").stat().st_mode) == 0o600
         raise OSError("no space left on device")
 
-    monkeypatch.setattr("anycostfl.records.os.fsync", full)
+    monkeypatch.setattr("anycostfl.files.os.fsync", full)
     with pytest.raises(OSError, match="no space"):
         make_keys(tmp_path, [], [])
     assert [path for path in tmp_path.rglob("*") if path.is_file()] == []

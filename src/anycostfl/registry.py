@@ -57,11 +57,10 @@ def load_file(package: str, module: str, constant: str) -> ModuleType:
             f"{package}.{module} cannot be loaded: {type(error).__name__}: {error}"
         ) from error
     kind, file = package.rpartition(".")[2], Path(str(loaded.__file__))
-    for folder in map(Path, own_folders(kind)):
-        if (folder / file.name).is_file() and str(file.parent) not in own_folders(kind):
-            raise UnknownName(
-                f"{folder / file.name} has the name of one of the package's {kind}; rename it"
-            )
+    own = own_folders(kind)
+    twins = [twin for folder in own if (twin := Path(folder, file.name)).is_file()]
+    if twins and str(file.parent) not in own:
+        raise UnknownName(f"{twins[0]} has the name of one of the package's {kind}; rename it")
     if not hasattr(loaded, constant):
         raise UnknownName(f"{loaded.__file__} has no constant {constant}")
     return loaded

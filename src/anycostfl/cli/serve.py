@@ -83,9 +83,9 @@ def serve(
     conclude(config, writer.folder, records, stopped=stopped, json=json)
     if not json:
         out.print(_wire_table(records, link.restarts))
-    if stopped:
-        if not json:
+        if stopped:
             say(f"Stopped. Go on with: anycostfl serve --resume {writer.folder}")
+    if stopped:
         raise typer.Exit(130)
 
 
