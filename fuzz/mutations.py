@@ -14,7 +14,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from anycostfl.codec import compress, decompress, kernelplus, lowrank, wire
+from anycostfl.codec import compress, decompress, kernelplus, lowrank, sections
 from anycostfl.codec.frame import bond
 from anycostfl.codec.varint import Reader, varint
 from anycostfl.errors import PayloadError
@@ -177,7 +177,7 @@ def range_of(payload: bytes) -> tuple[float, float]:
     if payload.startswith(kernelplus.MAGIC):
         u_min, u_max = struct.unpack("<ff", payload[HEADER : HEADER + 8].ljust(8, b"\0"))
         return (u_min, u_max) if len(payload) > HEADER + TAIL else (0.0, 0.0)
-    frame = wire.unpack(payload, bond(BINDING, PLAN), len(PLAN))
+    frame = sections.read(payload, bond(BINDING, PLAN), len(PLAN))
     return (frame.grid.u_min, frame.grid.u_max) if frame else (0.0, 0.0)
 
 

@@ -29,12 +29,12 @@ import torch
 
 import mutations
 from anycostfl import methods
+from anycostfl.bench import Gate, bench_of
 from anycostfl.codec import CODECS
 from anycostfl.codec.frame import _HEADER as HEADER
 from anycostfl.config import load_preset, parse_config, to_toml
 from anycostfl.downlink import Step
 from anycostfl.errors import ConfigError, PayloadError
-from anycostfl.gate import Gate, bench_of
 from anycostfl.methods import Upload
 from anycostfl.records import DAMAGE, Checkpoint, RunWriter, parse_journal, read_checkpoint
 from anycostfl.types import DeviceRecord, Devices, RoundRecord, make_devices

@@ -17,7 +17,7 @@ import numpy as np
 import torch
 
 from anycostfl import methods
-from anycostfl.codec import entropy, frame, kernelplus, kernels, wire
+from anycostfl.codec import entropy, frame, kernelplus, kernels, sections
 from anycostfl.codec.context import Writer, likelihoods
 from anycostfl.codec.varint import varint
 from anycostfl.errors import PayloadError
@@ -83,17 +83,17 @@ def amplified() -> bytes:
     """A few bytes that make every element a kernel of its own and keep them all."""
     count = sum(map(math.prod, PLAN.values()))
     tensors = tuple(
-        wire.TensorSection(i, 1, math.prod(PLAN[name]), bytes([entropy.MaskCoding.ALL]))
+        sections.TensorSection(i, 1, math.prod(PLAN[name]), bytes([entropy.MaskCoding.ALL]))
         for i, name in enumerate(sorted(PLAN))
     )
     tokens = np.zeros(count, np.uint16)
     freq = np.zeros(entropy.token_count(2), np.int64)
     freq[0] = 1 << 6
     levels = entropy.encode_levels(tokens, 6, freq)
-    body = wire.Frame(
+    body = sections.Body(
         tensors, kernels.Grid(0.0, 1.0, 1), entropy.encode_table(6, freq), levels, b"", b""
     )
-    return wire.pack(body, frame.bond(BINDING, PLAN))
+    return sections.write(body, frame.bond(BINDING, PLAN))
 
 
 def in_context(block_of: Callable[[int], int]) -> bytes:

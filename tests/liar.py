@@ -9,7 +9,7 @@ import math
 from dataclasses import replace
 
 from anycostfl.cli import main
-from anycostfl.codec import frame, wire
+from anycostfl.codec import frame, sections
 from anycostfl.flower.device import Device
 from anycostfl.flower.messages import Task
 from anycostfl.methods import State
@@ -48,10 +48,10 @@ def another_width(device: Device, task: Task) -> Reply:
 
 def with_nan(payload: bytes) -> bytes:
     """The payload with NaN as its largest magnitude, otherwise whole and bound as before."""
-    _, tie, _ = frame.open_any(payload, wire.MAGIC)
-    body = wire.unpack(payload, tie, MOST_TENSORS)
+    _, tie, _ = frame.open_any(payload, sections.MAGIC)
+    body = sections.read(payload, tie, MOST_TENSORS)
     assert body is not None
-    return wire.pack(replace(body, grid=replace(body.grid, u_max=math.nan)), tie)
+    return sections.write(replace(body, grid=replace(body.grid, u_max=math.nan)), tie)
 
 
 if __name__ == "__main__":

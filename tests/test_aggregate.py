@@ -6,7 +6,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
@@ -108,7 +108,6 @@ strategies = st.lists(
 )
 
 
-@settings(deadline=None)
 @given(cohort=strategies)
 def test_equals_brute_force_on_random_widths_and_masks(
     cohort: list[tuple[float, float, int]],
@@ -120,7 +119,6 @@ def test_equals_brute_force_on_random_widths_and_masks(
         assert torch.allclose(result[name], wanted, rtol=1e-6, atol=1e-7)
 
 
-@settings(deadline=None)
 @given(cohort=strategies, seed=st.integers(0, 100))
 def test_does_not_depend_on_the_order(cohort: list[tuple[float, float, int]], seed: int) -> None:
     contributions = [random_contribution(*one) for one in cohort]
@@ -189,7 +187,6 @@ def ranked(values: list[float], rules: Rules) -> float:
     return sum(kept) / len(kept)
 
 
-@settings(deadline=None)
 @given(
     cohort=strategies,
     combine=st.sampled_from(["mean", "trimmed", "median"]),

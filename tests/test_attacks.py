@@ -22,23 +22,33 @@ def test_a_fifth_of_the_fleet_lies_the_same_way_every_time() -> None:
     assert liars(Attack(), 60, seed=3) == {}
 
 
+UPDATE = {"w": torch.arange(80.0).view(16, 5) - 40, "b": torch.ones(16), "scale": torch.tensor(1.5)}
+
+
 @pytest.mark.parametrize("kind", LIES)
-def test_what_liars_send(kind: str) -> None:
-    update = {"w": torch.randn(16, 5), "b": torch.randn(16), "temperature": torch.tensor(1.5)}
-    assert corrupt(update, kind, seed=1)["temperature"].shape == ()
-    lie = corrupt(update, kind, seed=1)["w"]
-    told = corrupt(update, kind, seed=1)["w"]
-    assert torch.equal(lie, told)
-    if kind == "sign-flip":
-        assert torch.equal(lie, -update["w"])
-    if kind == "scale":
-        assert torch.equal(lie, 100 * update["w"])
-    if kind == "poison":
-        assert not lie[:12].any()
-        assert lie.norm() == pytest.approx(float(update["w"].norm()), rel=0.5)
-    if kind == "inflate":
-        assert torch.equal(lie[:15], update["w"][:15])
-        assert lie[15].norm() > 10 * update["w"][15].norm()
+def test_a_lie_follows_from_its_seed_and_has_the_updates_shapes(kind: str) -> None:
+    lie, again = corrupt(UPDATE, kind, seed=1), corrupt(UPDATE, kind, seed=1)
+    assert {n: t.shape for n, t in lie.items()} == {n: t.shape for n, t in UPDATE.items()}
+    assert all(torch.equal(lie[name], again[name]) for name in UPDATE)
+
+
+def test_liars_turn_an_update_round_or_make_it_large() -> None:
+    assert torch.equal(corrupt(UPDATE, "sign-flip", seed=1)["w"], -UPDATE["w"])
+    assert torch.equal(corrupt(UPDATE, "scale", seed=1)["w"], 100 * UPDATE["w"])
+
+
+def test_liars_send_noise() -> None:
+    lie, update = corrupt(UPDATE, "random", seed=1)["w"], UPDATE["w"]
+    assert lie.norm() == pytest.approx(10 * float(update.norm()), rel=0.3)
+    assert abs(torch.cosine_similarity(lie.flatten(), update.flatten(), 0)) < 0.4
+
+
+def test_liars_aim_at_the_last_channels() -> None:
+    poison, inflated = (corrupt(UPDATE, kind, seed=1)["w"] for kind in ("poison", "inflate"))
+    assert not poison[:12].any()
+    assert poison.norm() == pytest.approx(float(UPDATE["w"].norm()), rel=0.5)
+    assert torch.equal(inflated[:15], UPDATE["w"][:15])
+    assert inflated[15].norm() > 10 * UPDATE["w"][15].norm()
 
 
 def test_those_who_point_away_are_left_out_and_it_is_written_down(tmp_path: Path) -> None:

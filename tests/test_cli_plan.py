@@ -99,7 +99,7 @@ def test_infeasible_device_is_explained_and_ends_with_two(
         (("--set", "fleet.bandwidth_hz=0", "--set", "limits.alpha_min=2"), "2 problems"),
         (("--device", "jetson-nano", "--distance", "0"), "distance_m: given 0"),
         (("--device", "jetson-nano", "--samples", "-3"), "samples: given -3"),
-        (("--plot", "figure.nonsense"), "--plot: given figure.nonsense"),
+        (("--plot", "figure.nonsense"), "figure: given figure.nonsense"),
         (("--latency", "3"), "only with --device"),
     ],
 )

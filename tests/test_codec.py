@@ -12,7 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from anycostfl.codec import byte_budget, compress, decompress, kernels, wire
+from anycostfl.codec import byte_budget, compress, decompress, kernels, sections
+from anycostfl.codec.flat import flatten
 from anycostfl.codec.frame import OVERHEAD, bond
 from anycostfl.errors import BetaError, PayloadError, UpdateError
 from mutations import BINDING, PLAN, seal, spoil, survives, valid_payloads
@@ -38,9 +39,9 @@ def test_decoded_values_are_exactly_the_quantized_ones() -> None:
     payload = compress(update, 0.05, seed=5, blocks={"fc.weight": 25})
     decoded = decompress(payload, update)
     parts = kernels.lay_out(SHAPES, {"fc.weight": 25})
-    flat = kernels.flatten(update, parts)
+    flat = flatten(update)
     mask = torch.cat([decoded.masks[part.name].reshape(-1) for part in parts]).numpy()
-    frame = wire.unpack(payload, bond(b"", SHAPES), len(parts))
+    frame = sections.read(payload, bond(b"", SHAPES), len(parts))
     assert frame is not None
     every = kernels.Spans(np.arange(flat.size), np.ones(flat.size, np.int64))
     kept = every.take(np.flatnonzero(mask))
@@ -76,7 +77,7 @@ def test_mean_of_many_draws_is_the_kept_update() -> None:
     assert (error <= 6 * spread).all()
 
 
-@settings(deadline=None, max_examples=40)
+@settings(max_examples=40)
 @given(st.floats(0.004, 1.0), st.integers(0, 99), st.sampled_from([1e-30, 1e-3, 1e20]))
 def test_payload_never_exceeds_its_budget(beta: float, seed: int, scale: float) -> None:
     update = sample(seed, scale)
@@ -254,7 +255,7 @@ def test_spoilt_payloads_decode_in_range_or_are_refused(seed: int) -> None:
     assert any(outcome)
 
 
-@settings(deadline=None, max_examples=300)
+@settings(max_examples=300)
 @given(st.binary(max_size=300), st.integers(0, 24), st.booleans())
 def test_arbitrary_bytes_behind_a_genuine_header_are_refused_or_in_range(
     data: bytes, which: int, resealed: bool

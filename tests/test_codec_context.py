@@ -10,11 +10,13 @@ from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 from torch import Tensor
 
-from anycostfl.codec import byte_budget, compress, decompress, entropy, kernelplus
-from anycostfl.codec.context import MAX_BITS, Integers, Source, Writer, likelihoods
+from anycostfl.codec import byte_budget, compress, decompress, kernelplus
+from anycostfl.codec.arrays import Integers
+from anycostfl.codec.context import MAX_BITS, Source, Writer, likelihoods
 from anycostfl.codec.frame import OVERHEAD, bond, seal
 from anycostfl.errors import PayloadError, UnknownName
 from mutations import PLAN, spoil, survives, valid_payloads
+from shannon import entropy_bytes
 
 SHAPES = {"conv.weight": (16, 8, 3, 3), "conv.bias": (16,), "fc.weight": (40, 200), "scale": ()}
 
@@ -31,7 +33,7 @@ def laplacian(scale: float, rows: int = 60, columns: int = 500, seed: int = 0) -
     return np.rint(drawn).clip(-(2**MAX_BITS) + 1, 2**MAX_BITS - 1).astype(np.int32)
 
 
-@settings(deadline=None, max_examples=200)
+@settings(max_examples=200)
 @given(
     st.lists(
         arrays(
@@ -52,7 +54,7 @@ def test_any_matrices_come_back(matrices: list[Integers]) -> None:
     source.finish()
 
 
-@settings(deadline=None, max_examples=50)
+@settings(max_examples=50)
 @given(arrays(np.int32, (7, 9), elements=st.integers(0, 9)))
 def test_unsigned_integers_come_back(matrix: Integers) -> None:
     source = Source(coded(matrix, signed=False))
@@ -77,14 +79,14 @@ def test_rows_or_columns_of_unequal_size_cost_less_than_their_histogram(axis: in
     sizes = np.exp(rng.normal(0, 1.5, (80, 1) if axis else (1, 600)))
     matrix = np.rint(rng.laplace(0, 1, (80, 600)) * sizes).astype(np.int32)
     histogram = np.unique(matrix, return_counts=True)[1]
-    assert len(coded(matrix)) < 0.95 * entropy.entropy_bytes(histogram)
+    assert len(coded(matrix)) < 0.95 * entropy_bytes(histogram)
 
 
 def test_all_zeros_cost_next_to_nothing() -> None:
     assert len(coded(np.zeros((400, 400), np.int32))) < 260
 
 
-@settings(deadline=None, max_examples=200)
+@settings(max_examples=200)
 @given(st.binary(max_size=80), st.integers(1, 30), st.integers(1, 30))
 def test_any_bytes_give_integers_in_range(data: bytes, rows: int, columns: int) -> None:
     source = Source(data)
@@ -121,7 +123,7 @@ def error(update: dict[str, Tensor], decoded: dict[str, Tensor]) -> float:
     return lost / sum(float(u.double().square().sum()) for u in update.values())
 
 
-@settings(deadline=None, max_examples=25)
+@settings(max_examples=25)
 @given(st.floats(0.004, 1.0), st.integers(0, 99), st.sampled_from([1e-30, 1e-3, 1e20]))
 def test_kernel_plus_never_exceeds_its_budget(beta: float, seed: int, scale: float) -> None:
     update = sample(seed, scale)

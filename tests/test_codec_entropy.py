@@ -8,14 +8,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from anycostfl.codec import entropy
+from anycostfl.codec.arrays import Bools
 from anycostfl.codec.entropy import MaskCoding
 from anycostfl.codec.varint import Reader, varint
 from anycostfl.errors import PayloadError
+from shannon import entropy_bytes
 
 compiles = settings(deadline=None)  # the first call compiles
 
 
-def random_mask(size: int, density: float) -> entropy.Bools:
+def random_mask(size: int, density: float) -> Bools:
     mask = np.random.default_rng(0).random(size) < density
     mask[size // 2] = True
     return mask
@@ -45,7 +47,7 @@ def test_mask_takes_the_smallest_coding_near_its_entropy(density: float, coding:
     data = entropy.encode_mask(mask)
     assert data[0] == coding
     counts = np.array([mask.sum(), (~mask).sum()])
-    assert len(data) <= 1.05 * entropy.entropy_bytes(counts) + 4
+    assert len(data) <= 1.05 * entropy_bytes(counts) + 4
     assert np.array_equal(entropy.decode_mask(data, mask.size, int(mask.sum())), mask)
 
 
@@ -124,7 +126,7 @@ def test_levels_are_within_one_per_cent_of_their_entropy(count: int, mean: float
     tokens = geometric(count, mean)
     counts = np.bincount(tokens)
     data = entropy.encode_levels(tokens, *entropy.best_table(counts))
-    assert len(data) <= 1.01 * entropy.entropy_bytes(counts) + 64
+    assert len(data) <= 1.01 * entropy_bytes(counts) + 64
 
 
 @pytest.mark.parametrize("mean", [2, 10, 300])

@@ -7,6 +7,7 @@ from torch import Tensor
 
 from anycostfl.codec import byte_budget, compress, kernels, refine
 from anycostfl.codec.fit import Fit, fit_update, shipped_fit
+from anycostfl.codec.flat import flatten
 from anycostfl.codec.frame import bond
 from anycostfl.codec.refine import Draft, Guess
 
@@ -28,7 +29,7 @@ def rows_of_unequal_size(kind: str = "normal") -> dict[str, Tensor]:
 
 def draft(update: dict[str, Tensor]) -> Draft:
     parts = kernels.lay_out(SHAPES, BLOCKS)
-    return Draft.of(kernels.flatten(update, parts), parts, 0, bond(b"", SHAPES))
+    return Draft.of(flatten(update), parts, 0, bond(b"", SHAPES))
 
 
 def test_prediction_interpolates_in_the_logarithm_of_beta() -> None:

@@ -7,6 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from anycostfl.codec import kernels
+from anycostfl.codec.flat import flatten
 from anycostfl.codec.kernels import Grid, Spans
 from anycostfl.errors import UpdateError
 
@@ -142,6 +143,5 @@ def test_exact_zeros_of_a_kept_kernel_stay_zero() -> None:
 
 
 def test_flatten_refuses_integers() -> None:
-    parts = kernels.lay_out({"steps": (2,)}, {})
     with pytest.raises(UpdateError, match=r"steps is torch\.int64"):
-        kernels.flatten({"steps": torch.zeros(2, dtype=torch.int64)}, parts)
+        flatten({"steps": torch.zeros(2, dtype=torch.int64)})

@@ -10,9 +10,11 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 import _updates
-from anycostfl.codec import byte_budget, compress, decompress, entropy, kernels, wire
+from anycostfl.codec import byte_budget, compress, decompress, entropy, kernels, sections
+from anycostfl.codec.flat import flatten
 from anycostfl.codec.frame import bond
 from anycostfl.types import Update
+from shannon import entropy_bytes
 
 BLOCKS = _updates.BLOCKS["cnn"]
 
@@ -49,7 +51,7 @@ def test_budget_is_kept_and_used(update: dict[str, Tensor], inverse: int) -> Non
 
 def tokens_of(payload: bytes, update: dict[str, Tensor]) -> tuple[entropy.Tokens, bytes]:
     shapes = {name: tuple(tensor.shape) for name, tensor in update.items()}
-    frame = wire.unpack(payload, bond(b"", shapes), len(shapes))
+    frame = sections.read(payload, bond(b"", shapes), len(shapes))
     assert frame is not None
     count = sum(int(mask.sum()) for mask in decompress(payload, update).masks.values())
     table = entropy.decode_table(frame.table, entropy.token_count(frame.grid.symbols))
@@ -59,7 +61,7 @@ def tokens_of(payload: bytes, update: dict[str, Tensor]) -> tuple[entropy.Tokens
 @pytest.mark.parametrize("inverse", [4, 15, 40, 100, 1000])
 def test_levels_are_within_one_per_cent_of_entropy(update: dict[str, Tensor], inverse: int) -> None:
     tokens, levels = tokens_of(compress(update, 1 / inverse, seed=0, blocks=BLOCKS), update)
-    assert len(levels) <= 1.01 * entropy.entropy_bytes(np.bincount(tokens)) + 64
+    assert len(levels) <= 1.01 * entropy_bytes(np.bincount(tokens)) + 64
 
 
 def test_levels_are_within_one_per_cent_of_an_independent_coder(update: dict[str, Tensor]) -> None:
@@ -87,7 +89,7 @@ def test_points_from_zero_beat_the_papers_points_from_the_least_magnitude(
 ) -> None:
     """Without a sign for level 0 the same kernels and levels take fewer bytes (decision 0010)."""
     parts = kernels.lay_out({n: tuple(t.shape) for n, t in update.items()}, BLOCKS)
-    flat = kernels.flatten(update, parts)
+    flat = flatten(update)
     spans = kernels.join([kernels.spans_of(part) for part in parts])
     norms = kernels.measure(flat, spans)
     kept = np.sort(kernels.rank(norms)[:8000])

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from anycostfl.codec import compress, decompress, wire
+from anycostfl.codec import compress, decompress, sections
 from anycostfl.codec.frame import OVERHEAD
 from anycostfl.errors import PayloadError
 from mutations import join, seal, split
@@ -134,7 +134,7 @@ def test_tensor_sections_are_checked(payload: bytes, section: bytes, message: st
 
 
 def test_every_byte_is_accounted_for(payload: bytes) -> None:
-    spent = wire.bytes_by_section(payload)
+    spent = sections.bytes_by_section(payload)
     assert sum(spent.values()) == len(payload)
     assert set(spent) == {"mask", "levels", "signs", "table", "header"}
     assert spent["signs"] == len(dict(split(payload))[0x86])

@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from anycostfl import data
@@ -230,7 +230,6 @@ def test_equal_parts_are_a_partition(devices: int, seed: int) -> None:
     assert max(map(len, parts)) - min(map(len, parts)) <= 1
 
 
-@settings(deadline=None)
 @given(st.integers(1, 12), st.floats(0.3, 100), st.integers(0, 5))
 def test_dirichlet_parts_are_a_partition(devices: int, concentration: float, seed: int) -> None:
     labels = np.arange(2000) % 10

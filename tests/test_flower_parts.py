@@ -485,7 +485,7 @@ def test_a_superlink_whose_parent_died_while_it_came_up_ends(tmp_path: Path) -> 
 def test_a_setup_survives_flowers_node_configuration() -> None:
     setup = Setup(
         device=3, profile="jetson-nano", rate_bps=1e6, latency_s=2.0, energy_j=0.5,
-        data="mine.npz", all_data=True, threads=4, own_files=True,
+        data="mine.npz", all_data=True, threads=4, no_server_files=True,
     )  # fmt: skip
     assert read_setup(setup.node_config()) == setup
     assert read_setup({"partition-id": 7, "num-partitions": 9}) == Setup(device=7)

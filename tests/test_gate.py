@@ -14,12 +14,12 @@ from hypothesis import strategies as st
 
 from anycostfl import methods
 from anycostfl.aggregate import Rules
+from anycostfl.bench import Agreed, Bench, Gate, bench_of
 from anycostfl.codec.frame import OVERHEAD
 from anycostfl.config import to_toml
 from anycostfl.coupling import tensors_of
 from anycostfl.experiment import prepare
 from anycostfl.fleet import draw_cohort
-from anycostfl.gate import Agreed, Bench, Gate, bench_of
 from anycostfl.methods import elements
 from anycostfl.records import RunWriter, totals
 from anycostfl.rounds import (

@@ -86,7 +86,7 @@ def test_a_payload_of_another_plan_is_refused(name: str) -> None:
         method.decode(payload, SHAPES, b"another plan")
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(data=st.data(), name=st.sampled_from(methods.names()))
 def test_damaged_payloads_are_refused(data: st.DataObject, name: str) -> None:
     method = methods.load(name)
@@ -150,7 +150,7 @@ def test_sparse_payloads_return_what_was_packed(
     assert got.scalars == ((0.5, -2.0) if any(kept) else (0.0, 0.0))
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(body=st.binary(max_size=200))
 def test_any_sealed_body_is_refused_or_decodes(body: bytes) -> None:
     from anycostfl.codec.frame import seal

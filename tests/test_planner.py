@@ -186,7 +186,7 @@ def test_printed_closed_form_leaves_the_box_for_a_model_half_as_heavy() -> None:
 budget = st.floats(0.05, 500.0)
 
 
-@settings(deadline=None, max_examples=200)
+@settings(max_examples=200)
 @given(
     latency=budget,
     energy=budget,

@@ -44,7 +44,7 @@ def exactly(
     return [output.detach(), *torch.autograd.grad(output, doubles, of(back.double()))]
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(
     shape=st.tuples(*(st.integers(1, most) for most in (9, 70, 19, 19))),
     outputs=st.integers(1, 70),

@@ -142,7 +142,7 @@ def _carry(velocity: Tensor, move: _Move | None, momentum: float) -> Tensor:
 def _weighted_means(
     like: Mapping[str, Tensor], contributions: Iterable[Contribution], least: int
 ) -> dict[str, _Move]:
-    """Eq. (agg) in one pass; counts are kept only where more than one device must agree."""
+    """Eq. 5 in one pass; counts are kept only where more than one device must agree."""
     sums: dict[str, Tensor] = {}
     weights: dict[str, Tensor] = {}
     counts: dict[str, Tensor] = {}

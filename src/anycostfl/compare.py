@@ -243,7 +243,7 @@ def _recost_round(
     record: RoundRecord, config: Config, profiles: Mapping[str, Profile]
 ) -> RoundRecord | None:
     taking_part = [d.device for d in record.devices]
-    benched = any(d.status.startswith("benched") for d in record.devices)
+    benched = any(d.kind == "benched" for d in record.devices)
     if benched or max(taking_part, default=0) >= config.fleet.devices:
         return None
     samples = np.ones(config.fleet.devices)

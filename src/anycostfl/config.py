@@ -24,11 +24,11 @@ from typing import Annotated, Any, TypeVar, get_args, get_origin, get_type_hints
 from anycostfl import methods, models
 from anycostfl.aggregate import Rules
 from anycostfl.attacks import Attack
+from anycostfl.bench import Gate
 from anycostfl.checks import Count, Interval, OneOf, Positive, check_fields, rule_problems
 from anycostfl.codec import CODECS
 from anycostfl.codec.frame import OVERHEAD
 from anycostfl.errors import ConfigError, UnknownName
-from anycostfl.gate import Gate
 from anycostfl.shrink import ElasticModel
 from anycostfl.types import Caps, FleetSpec, Limits, Profile, Workload
 
@@ -160,6 +160,17 @@ class Config:
                 problems.append(f"rates.{name}: given {rate:g}, allowed above 0 and at most 1")
         return problems
 
+    def method_of(self, name: str) -> methods.Method:
+        """A method with what this configuration says otherwise of it."""
+        asked: dict[str, Any] = {
+            "codec": self.compression.codec or None,
+            "feedback": self.compression.feedback,
+            "momentum": self.aggregation.momentum,
+            "by_samples": self.run.weigh_samples,
+        }
+        said = {key: value for key, value in asked.items() if value is not None}
+        return replace(methods.load(name), **said)
+
     def limits_of(self, method: str) -> Limits:
         """The limits for a method: its rate, if the preset gives it one, and the codec.
 
@@ -172,7 +183,7 @@ class Config:
             rate=self.rates.get(method, caps.rate),
             beta_min=min(max(caps.beta_min, frame), caps.beta_max),
         )
-        return Limits(**asdict(caps), codec=self.compression.codec or methods.load(method).codec)
+        return Limits(**asdict(caps), codec=self.method_of(method).codec)
 
 
 def preset_names() -> list[str]:
@@ -268,11 +279,6 @@ def tomllib_load(file: Traversable, name: str) -> dict[str, Any]:
         raise ConfigError([f"cannot be read: {error.strerror}"], name) from error
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise ConfigError([f"not a TOML file: {error}"], name) from error
-
-
-def read_table(kind: type[Record], table: Mapping[str, Any]) -> Record:
-    """A dataclass from one parsed TOML table, or a ConfigError with all its problems."""
-    return _checked(kind, table, kind.__name__, [])
 
 
 def _names(folder: str) -> list[str]:

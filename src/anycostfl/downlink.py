@@ -25,7 +25,7 @@ from anycostfl.codec.frame import OVERHEAD
 from anycostfl.coupling import copy_of
 from anycostfl.errors import BetaError, ConfigError
 from anycostfl.methods import State
-from anycostfl.shrink import ElasticModel
+from anycostfl.shrink import ElasticModel, Order
 from anycostfl.types import DeviceRecord, RoundRecord
 
 PLACE_BYTES = 4  # of one channel in an order
@@ -36,7 +36,7 @@ class Step:
     """From one round's public model to the next: channels move, then values, unless none does."""
 
     round: int
-    order: State  # of the groups that moved
+    order: Order  # of the groups that moved
     payload: bytes
 
     @property
@@ -64,7 +64,7 @@ def check_share(share: float, public: State) -> None:
 
 
 def make_step(
-    net: ElasticModel, public: State, order: State, share: float, belongs: tuple[str, int]
+    net: ElasticModel, public: State, order: Order, share: float, belongs: tuple[str, int]
 ) -> tuple[Step, dict[str, Tensor]]:
     """The step of a round, and the public model after it; `net` is sorted already.
 

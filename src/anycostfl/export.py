@@ -34,7 +34,7 @@ from anycostfl.coupling import tensors_of
 from anycostfl.elastic_file import METADATA, save_elastic, save_tensors
 from anycostfl.errors import AlphaError, AnycostError, ConfigError, InfeasibleBudget, MissingExtra
 from anycostfl.files import StorageError, refuse_special, write_whole
-from anycostfl.records import SavedRun, read_run
+from anycostfl.records import WIDTHS, SavedRun, read_run
 from anycostfl.shrink import ElasticModel, SubModel, calibration_batches, recalibrate
 from anycostfl.train import count_correct
 
@@ -395,7 +395,7 @@ def accuracy_of(trained: Trained, sub: SubModel) -> float:
 
 def save_widths(folder: Path, widths: Sequence[Width]) -> Path:
     """Keep what was measured in the run directory, for its report."""
-    path = folder / "widths.json"
+    path = folder / WIDTHS
     try:
         write_whole(path, (json.dumps([asdict(w) for w in widths], indent=1) + "\n").encode())
     except OSError as error:

@@ -23,6 +23,7 @@ from anycostfl.checks import POSITIVE, FloatArray
 from anycostfl.errors import ConfigError, UnknownName
 from anycostfl.types import Devices, FleetSpec, Profile, make_devices
 
+CLASSES = 10  # of the data that sample counts are drawn for
 NEAREST_M = 1.0  # nobody stands inside the antenna; path loss has no meaning at distance 0
 
 
@@ -155,12 +156,12 @@ def _kinds(spec: FleetSpec, profiles: Mapping[str, Profile]) -> list[Profile]:
     return [_known(names[i % len(names)], profiles) for i in range(spec.devices)] if names else []
 
 
-def draw_samples(spec: FleetSpec, *, seed: int, classes: int = 10) -> FloatArray:
+def draw_samples(spec: FleetSpec, *, seed: int) -> FloatArray:
     """Sample count of every device: equal, or as a Dirichlet split of every class leaves them."""
     if spec.samples_concentration is None:
         return np.full(spec.devices, spec.samples)
     concentration = np.full(spec.devices, spec.samples_concentration)
-    shares = generator(seed, 0, Purpose.SAMPLES).dirichlet(concentration, classes)
+    shares = generator(seed, 0, Purpose.SAMPLES).dirichlet(concentration, CLASSES)
     counts: FloatArray = np.round(spec.samples * spec.devices * shares.mean(axis=0))
     return np.maximum(counts, 1.0)
 

@@ -404,9 +404,10 @@ def _append(path: Path, line: str) -> None:
 
 
 def totals(records: Sequence[RoundRecord]) -> dict[str, float]:
-    """What a run has cost so far: simulated seconds, joules, bytes up and down, FLOPs ratio."""
+    """What a run has cost so far, with which strategies, and how many devices did not help."""
     taking_part = [d for r in records for d in r.devices if d.bytes_up]
     count = max(len(taking_part), 1)
+    kinds = Counter(d.kind for r in records for d in r.devices)
     return {
         "latency_s": sum(r.latency_s for r in records),
         "energy_j": sum(r.energy_j for r in records),
@@ -414,17 +415,17 @@ def totals(records: Sequence[RoundRecord]) -> dict[str, float]:
         "bytes_down": sum(r.bytes_down for r in records),
         "mean_alpha": sum(d.alpha for d in taking_part) / count,
         "mean_beta": sum(d.beta for d in taking_part) / count,
-        "sat_out": sum(d.status.startswith("sat out") for r in records for d in r.devices),
-        "failed": sum(d.status.startswith("failed") for r in records for d in r.devices),
+        "sat_out": kinds["sat out"],
+        "failed": kinds["failed"],
         "refused": sum(refusals(records).values()),
-        "left_out": sum(d.status.startswith("left out") for r in records for d in r.devices),
-        "benched": sum(d.status.startswith("benched") for r in records for d in r.devices),
+        "left_out": kinds["left out"],
+        "benched": kinds["benched"],
     }
 
 
 def refusals(records: Sequence[RoundRecord]) -> dict[str, int]:
     """How many replies were refused, by cause in one word; the most frequent first."""
     devices = [device for record in records for device in record.devices]
-    told = [d.status.removeprefix("refused: ") for d in devices if d.status.startswith("refused")]
+    told = [d.status.removeprefix("refused: ") for d in devices if d.kind == "refused"]
     told += [why for d in devices for why in d.surplus]
     return dict(Counter(why.partition(":")[0] for why in told).most_common())

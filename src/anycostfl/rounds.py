@@ -1,4 +1,4 @@
-"""The server's half of a round: what each device is told, and what becomes of its reply.
+"""Within a round: what each device is told, what becomes of its reply, what it paid.
 
 The simulator and the Flower adapter call the same functions in the same order, so a seeded round
 gives the same global model in both.
@@ -7,7 +7,6 @@ gives the same global model in both.
 from __future__ import annotations
 
 import hashlib
-import math
 import statistics
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -23,14 +22,14 @@ from anycostfl.aggregate import (
     clipped,
     size_of,
 )
+from anycostfl.bench import Agreed, Bench
 from anycostfl.codec import check_codec
 from anycostfl.codec.frame import OVERHEAD
 from anycostfl.config import Config, identity
 from anycostfl.errors import PayloadError
 from anycostfl.fleet import Cohort
-from anycostfl.gate import Agreed, Bench
 from anycostfl.methods import Method, State, Upload, elements
-from anycostfl.shrink import WidthPlan, calibration_batches, recalibrate
+from anycostfl.shrink import Order, WidthPlan, calibration_batches, recalibrate
 from anycostfl.types import (
     Binds,
     DeviceRecord,
@@ -57,7 +56,7 @@ class Assignment:
     seed: int
     weight: float
 
-    def job(self, memories: Mapping[int, State], moved: State, liars: Mapping[int, str]) -> Job:
+    def job(self, memories: Mapping[int, State], moved: Order, liars: Mapping[int, str]) -> Job:
         """What the device has to know, and how it lies in an experiment with liars."""
         memory, lie = memories.get(self.device), liars.get(self.device, "")
         return Job(self.device, self.plan.alpha, self.upload, self.seed, memory, moved, lie)
@@ -70,11 +69,10 @@ def assign(
     able = np.flatnonzero(strategies.feasible)
     if not len(able):
         return []
-    asked = config.run.weigh_samples
-    by_samples = side.method.by_samples if asked is None else asked
+    method = config.method_of(config.run.method)
     held = side.sample_counts().numpy()[cohort.index]  # of the split, not what devices claim
-    samples = held[able].astype(np.float64) if by_samples else np.ones(len(able))
-    weights = side.method.weigh(strategies.alpha[able], strategies.quality[able], samples)
+    samples = held[able].astype(np.float64) if method.by_samples else np.ones(len(able))
+    weights = method.weigh(strategies.alpha[able], strategies.quality[able], samples)
     return [
         _assign_one(config, side, strategies, number, (i, int(cohort.index[i]), weight))
         for i, weight in zip(able.tolist(), weights.tolist(), strict=True)
@@ -88,7 +86,7 @@ def _assign_one(
     number: int,
     who: tuple[int, int, float],
 ) -> Assignment:
-    net, compression = side.net, config.compression
+    net, method = side.net, config.method_of(config.run.method)
     position, device, weight = who
     plan = net.plan(float(strategies.alpha[position]))
     trained = (name for name, p in net.module.named_parameters() if p.requires_grad)
@@ -101,8 +99,8 @@ def _assign_one(
         seed=draw_seed(config.run.seed, number, device, Purpose.QUANTIZE),
         binding=binding(config, number, device, plan),
         blocks=net.blocks(),
-        codec=compression.codec or side.method.codec,
-        feedback=side.method.feedback if compression.feedback is None else compression.feedback,
+        codec=method.codec,
+        feedback=method.feedback,
     )
     shuffle = draw_seed(config.run.seed, number, device, Purpose.SHUFFLE)
     return Assignment(position, device, plan, shapes, upload, shuffle, weight)
@@ -267,7 +265,7 @@ def _describe_device(
         flops_ratio=plan.flops_ratio,
         weight=outcome.assignment.weight,
         bytes_up=len(payload),
-        bytes_down=4 * sum(map(math.prod, plan.shapes.values())),
+        bytes_down=4 * elements(plan.shapes),
         wire_bytes_up=outcome.reply.wire_bytes_up,
         wire_bytes_down=outcome.reply.wire_bytes_down,
         binds=tuple(Binds(int(strategies.binds[i])).words()),

@@ -11,10 +11,10 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 
 from anycostfl import methods, models
+from anycostfl.bench import Bench, bench_of
 from anycostfl.config import Config, parse_config, to_toml
 from anycostfl.downlink import Ledger, ledger_of
 from anycostfl.errors import AnycostError
-from anycostfl.gate import Bench, bench_of
 from anycostfl.records import Checkpoint, RunWriter, SavedRun, open_run, read_own_files
 from anycostfl.registry import digest, own_files
 from anycostfl.types import RoundRecord
@@ -58,9 +58,9 @@ def check_engine(before: Stopped, *, simulated: bool) -> None:
     if before.start is None:
         return
     config, folder, here = before.config, before.writer.folder, bool(before.start.memories)
-    asked, method = config.compression.feedback, methods.load(config.run.method)
+    feedback = config.method_of(config.run.method).feedback
     worked = any(d.status == "ok" for record in before.records for d in record.devices)
-    if simulated and not here and worked and (method.feedback if asked is None else asked):
+    if simulated and not here and worked and feedback:
         raise AnycostError(
             f"the devices of {folder} keep what their updates left over, the simulator cannot go "
             "on without; use --engine flower, or anycostfl serve"

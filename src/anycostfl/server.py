@@ -11,6 +11,7 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 
 from anycostfl.aggregate import advance
+from anycostfl.bench import Bench, benched
 from anycostfl.config import Config, essence
 from anycostfl.coupling import copy_of, tensors_of
 from anycostfl.downlink import (
@@ -24,10 +25,10 @@ from anycostfl.downlink import (
 )
 from anycostfl.experiment import prepare
 from anycostfl.fleet import Cohort
-from anycostfl.gate import Bench, benched
 from anycostfl.methods import State
 from anycostfl.rounds import Assignment, Outcome, accepted, assign, describe, screen
 from anycostfl.runs import Snapshot
+from anycostfl.shrink import Order
 from anycostfl.types import DeviceRecord, RoundRecord, Strategies
 
 
@@ -51,16 +52,14 @@ class Server:
     def __init__(self, config: Config, start: Snapshot | None = None) -> None:
         self.config, self.limits = config, config.limits_of(config.run.method)
         self.side = prepare(config)
-        self.net, self.method = self.side.net, self.side.method
-        self.rules = config.aggregation
-        if self.rules.momentum is None:
-            self.rules = replace(self.rules, momentum=self.method.momentum)
+        self.net, self.method = self.side.net, config.method_of(config.run.method)
+        self.rules = replace(config.aggregation, momentum=self.method.momentum)
         self.first = start.rounds if start else 0  # the round to go on with
         self.velocity: State = start.velocity if start else {}
         self.bench = start.bench if start else Bench()
         self.ledger = start.ledger if start else Ledger()
         self.public: State = start.public if start else {}
-        self.moved: State = start.moved if start else {}  # where each channel was at first
+        self.moved: Order = start.moved if start else {}  # where each channel was at first
         self.step: Step | None = None
         if start is not None:
             self.net.load(start.state)

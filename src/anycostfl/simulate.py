@@ -1,9 +1,9 @@
 """The round (Sec. III-A), top to bottom: sort, plan, shrink, train, compress, aggregate.
 
-`play` is the paper's algorithm; `server.py` is the server's half of a round, `workers.py` the
-devices'. Every random number comes from a generator seeded by (seed, round, device, purpose), and
-payloads are aggregated in the order of the cohort, so that neither the number of workers nor their
-order changes a result.
+`play` is the paper's algorithm; `server.py` and `rounds.py` are the server's half of a round,
+`workers.py` is the devices'. Every random number of a round comes from a generator seeded by
+(seed, round, device, purpose), and payloads are aggregated in the order of the cohort, so that
+neither the number of workers nor their order changes a result.
 """
 
 from __future__ import annotations

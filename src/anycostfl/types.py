@@ -315,7 +315,7 @@ STATUSES: Mapping[str, str] = {
     "left out": "its updates point away from those of the others",
     "unused": "the update is fine, but too few came to use it",
 }
-"""How the status of a device begins, and what that means."""
+"""How the status of a device begins (`DeviceRecord.kind`), and what that means."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -323,11 +323,11 @@ class DeviceRecord:
     """What one device of a cohort did, and what it paid."""
 
     device: int
-    status: str  # "ok", or "refused: cause: …" and what else `STATUSES` begin with
-    samples: int
-    distance_m: float
-    rate_bps: float
-    budget_j: float
+    status: str  # one of `STATUSES`, mostly with the cause, as in "refused: damaged: …"
+    samples: int = 0
+    distance_m: float = 0.0
+    rate_bps: float = 0.0
+    budget_j: float = 0.0
     alpha: float = 0.0
     beta: float = 0.0
     frequency_hz: float = 0.0
@@ -345,6 +345,11 @@ class DeviceRecord:
     binds: tuple[str, ...] = ()
     surplus: tuple[str, ...] = ()  # why further replies of the device in this round are refused
     agreement: float | None = None  # cosine with the others' updates, where somebody looks at it
+
+    @property
+    def kind(self) -> str:
+        """What became of it, as one of `STATUSES`."""
+        return self.status.partition(":")[0]
 
     @property
     def latency_s(self) -> float:

@@ -31,7 +31,7 @@ from anycostfl.coupling import tensors_of
 from anycostfl.errors import AnycostError, BetaError, ConfigError, UpdateError
 from anycostfl.feedback import encode_with_feedback, no_residual
 from anycostfl.methods import State, Upload
-from anycostfl.shrink import ElasticModel, SubModel
+from anycostfl.shrink import ElasticModel, Order, SubModel
 from anycostfl.train import TrainOptions, count_correct, reuse_memory, train
 from anycostfl.types import Scale
 
@@ -107,7 +107,7 @@ class Shared:
 class Job:
     """What the server asks of a device: its width, how to upload, its seed, what it remembered.
 
-    It remembers channels where they were in the first round; `moved` says where they are now.
+    It remembers channels where they were at first; `moved` says from where each has come since.
     """
 
     device: int
@@ -115,7 +115,7 @@ class Job:
     upload: Upload
     seed: int
     memory: State | None = None
-    moved: State = field(default_factory=dict)
+    moved: Order = field(default_factory=dict)
     lie: str = ""  # a kind of attack, in experiments
 
 
@@ -173,7 +173,7 @@ class DeviceSide:
         back = {name: order.argsort() for name, order in job.moved.items()}
         return Reply(job.device, payload, memory=self._moved(left, back))
 
-    def _moved(self, state: State, order: State) -> State:
+    def _moved(self, state: State, order: Order) -> State:
         return self.net.permute(state, order) if order else state
 
     def samples_of(self, device: int) -> Tensor:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -13,8 +14,8 @@ import numpy.typing as npt
 from anycostfl import methods
 from anycostfl.checks import FloatArray
 from anycostfl.config import Config
-from anycostfl.errors import ConfigError, MissingExtra
 from anycostfl.fleet import channel_rate_bps
+from anycostfl.report.figures import new_figure, save
 from anycostfl.types import Devices, Strategies, make_devices
 
 if TYPE_CHECKING:
@@ -147,22 +148,13 @@ def _log_axes(panel: Axes) -> None:
 
 
 def _panels(count: int, title: str) -> tuple[Figure, Sequence[Axes]]:
-    try:
-        from matplotlib.backends.backend_agg import FigureCanvasAgg  # noqa: PLC0415 - optional
-        from matplotlib.figure import Figure  # noqa: PLC0415 - optional
-    except ImportError as error:
-        raise MissingExtra("a figure needs matplotlib: pip install 'anycostfl[plots]'") from error
-    figure = Figure(figsize=(4.3 * count, 3.7), layout="constrained")
-    FigureCanvasAgg(figure)
+    figure, axes = new_figure(count, (4.3 * count, 3.7), sharey=True)
     figure.suptitle(title, fontsize=11)
-    axes: Sequence[Axes] = list(figure.subplots(1, count, sharey=True))
     return figure, axes
 
 
 def _save(figure: Figure, file: Path, note: str) -> None:
     figure.supxlabel(note, fontsize=8, color="0.35")
-    try:
+    with suppress(OSError):  # told by what follows
         file.parent.mkdir(parents=True, exist_ok=True)
-        figure.savefig(file, dpi=110)
-    except (OSError, ValueError) as error:  # not writable, or not a format matplotlib knows
-        raise ConfigError([f"--plot: given {file}, but {error}"]) from error
+    save(figure, file)

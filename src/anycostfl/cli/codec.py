@@ -13,7 +13,11 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from anycostfl.cli._console import Json, emit_json, out, table
-from anycostfl.errors import AnycostError, UpdateError
+from anycostfl.codec import byte_budget, compress, decompress
+from anycostfl.codec.frame import OVERHEAD
+from anycostfl.codec.sections import MAGIC, bytes_by_section
+from anycostfl.errors import UpdateError
+from anycostfl.report.figures import new_figure, save
 
 SWEEP = (4, 8, 15, 25, 40, 65, 100, 160, 250, 400, 630, 1000)
 
@@ -54,7 +58,7 @@ def codec(
     update = _load(file)
     blocks = _blocks(block or [], update)
     result = measure(update, beta, name, seed, blocks)
-    least = 26 / (4 * result.elements)  # below, a rate does not buy an empty payload
+    least = OVERHEAD / (4 * result.elements)  # below, a rate does not buy an empty payload
     curve = [measure(update, 1 / n, name, seed, blocks) for n in SWEEP if sweep and 1 / n > least]
     if sweep:
         _draw(curve, sweep)
@@ -71,14 +75,6 @@ def measure(
     update: dict[str, Tensor], beta: float, codec: str, seed: int, blocks: dict[str, int]
 ) -> Result:
     """Encode twice (the first call may compile), decode, compare."""
-    from anycostfl.codec import (  # noqa: PLC0415 - keeps numba out of every other command
-        byte_budget,
-        compress,
-        decompress,
-    )
-    from anycostfl.codec.frame import OVERHEAD  # noqa: PLC0415
-    from anycostfl.codec.wire import MAGIC, bytes_by_section  # noqa: PLC0415
-
     started = time.perf_counter()
     payload = compress(update, beta, seed=seed, codec=codec, blocks=blocks)
     decompress(payload, update)
@@ -167,17 +163,9 @@ def _show(file: Path, result: Result) -> None:
 
 
 def _draw(curve: list[Result], path: Path) -> None:
-    try:
-        from matplotlib.figure import Figure  # noqa: PLC0415 - an extra
-    except ImportError as error:
-        raise AnycostError("--sweep needs matplotlib: pip install 'anycostfl[plots]'") from error
-    figure = Figure(figsize=(6, 4), layout="constrained")
-    axes = figure.subplots()
+    figure, [axes] = new_figure(1, (6, 4))
     axes.loglog([p.payload_bytes for p in curve], [p.relative_error for p in curve], marker="o")
     axes.set_xlabel("payload in bytes")
     axes.set_ylabel("relative squared error")
     axes.grid(visible=True, which="both", alpha=0.3)
-    try:
-        figure.savefig(path)
-    except (OSError, ValueError) as error:
-        raise AnycostError(f"cannot draw into {path}: {error}") from error
+    save(figure, path)

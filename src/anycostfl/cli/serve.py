@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
@@ -147,6 +148,7 @@ def _announce(serving: Serving, config: Config) -> None:
 
 def _wire_table(records: Sequence[RoundRecord], restarts: int) -> object:
     devices = [d for record in records for d in record.devices]
+    kinds = Counter(d.kind for d in devices)
     up, down = sum(d.wire_bytes_up for d in devices), sum(d.wire_bytes_down for d in devices)
     rows = [
         ("payloads up, MB", f"{sum(r.bytes_up for r in records) / 1e6:.3f}"),
@@ -154,8 +156,8 @@ def _wire_table(records: Sequence[RoundRecord], restarts: int) -> object:
         ("models down, MB", f"{sum(r.bytes_down for r in records) / 1e6:.3f}"),
         ("messages down, MB", f"{down / 1e6:.3f}"),
         *(
-            (f"replies {word}", sum(d.status.startswith(word) for d in devices))
-            for word in ("ok", "failed", "refused", "missing", "unused")
+            (f"replies {kind}", kinds[kind])
+            for kind in ("ok", "failed", "refused", "missing", "unused")
         ),
         ("server app restarted", restarts),
     ]

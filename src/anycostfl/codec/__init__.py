@@ -13,25 +13,24 @@ the low-rank codec.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Mapping, Sequence
 
-import numpy as np
-import torch
 from torch import Tensor
 
-from anycostfl.codec import entropy, kernelplus, kernels, lowrank, wire
-from anycostfl.codec.fit import Fit, shipped_fit
-from anycostfl.codec.flat import all_of
-from anycostfl.codec.frame import OVERHEAD, Bond, bond
+from anycostfl.codec import kernel, kernelplus, lowrank
+from anycostfl.codec.fit import shipped_fit
+from anycostfl.codec.flat import all_of, flatten, unflatten
+from anycostfl.codec.frame import OVERHEAD, bond
+from anycostfl.codec.kernels import lay_out
 from anycostfl.codec.refine import Draft, fill
-from anycostfl.errors import BetaError, PayloadError, UnknownName, UpdateError
+from anycostfl.errors import BetaError, PayloadError, UnknownName
 from anycostfl.types import Update
 
 __all__ = ["CODECS", "byte_budget", "check_codec", "compress", "decompress"]
 
-CODECS = ("kernel", "kernel+", "lowrank")
-MAGICS = {wire.MAGIC: "kernel", kernelplus.MAGIC: "kernel+", lowrank.MAGIC: "lowrank"}
+PACKINGS = {"kernel": kernel.PACKING, "kernel+": kernelplus.PACKING}
+CODECS = (*PACKINGS, "lowrank")
+MAGICS = {packing.magic: name for name, packing in PACKINGS.items()} | {lowrank.MAGIC: "lowrank"}
 
 
 def compress(
@@ -42,7 +41,6 @@ def compress(
     codec: str = "kernel",
     blocks: Mapping[str, int] | None = None,
     binding: bytes = b"",
-    fit: Fit | None = None,
 ) -> bytes:
     """Encode an update into at most `beta`·32 bits per element.
 
@@ -54,28 +52,22 @@ def compress(
         codec: One of `CODECS`.
         blocks: How many consecutive inputs one channel owns, per weight where it is known.
         binding: What the payload belongs to (run, round, device, plan); the decoder checks it.
-        fit: First guess of (ρ, L) for a β; a shipped one if not given.
 
     Raises:
         UpdateError: If a tensor is not floating point or has an element that is not finite.
         BetaError: If `beta` is outside (0, 1] or buys less than an empty payload.
     """
-    shapes = {name: tuple(tensor.shape) for name, tensor in update.items()}
-    parts = kernels.lay_out(shapes, blocks or {})
-    flat = kernels.flatten(update, parts)
-    budget = byte_budget(beta, flat.size)
     if codec not in CODECS:
         raise UnknownName(f"no codec {codec!r}; there are {', '.join(CODECS)}")
-    if not np.isfinite(flat).all():
-        raise UpdateError(
-            f"{_not_finite(flat, parts)} has an element that is not finite in float32"
-        )
+    shapes = {name: tuple(tensor.shape) for name, tensor in update.items()}
+    parts, tie = lay_out(shapes, blocks or {}), bond(binding, shapes)
+    flat = flatten(update)
+    budget = byte_budget(beta, flat.size)
     if codec == "lowrank":
         tensors = [flat[p.offset : p.offset + p.size].reshape(p.shape) for p in parts]
-        return lowrank.compress_lowrank(tensors, budget, bond(binding, shapes))
-    draft = Draft.of(flat, parts, seed, bond(binding, shapes))
-    draft = replace(draft, in_context=codec == "kernel+")
-    return fill(draft, budget, (fit or shipped_fit()).predict(beta))
+        return lowrank.compress_lowrank(tensors, budget, tie)
+    draft = Draft.of(flat, parts, seed, tie, packing=PACKINGS[codec])
+    return fill(draft, budget, shipped_fit().predict(beta))
 
 
 def decompress(
@@ -90,10 +82,9 @@ def decompress(
     payload, tie = bytes(payload), bond(binding, shapes)
     if payload.startswith(lowrank.MAGIC):
         return all_of(lowrank.decompress_lowrank(payload, shapes, tie), shapes)
-    parts = kernels.lay_out(shapes, {})
-    if payload.startswith(kernelplus.MAGIC):
-        return _shape(*kernelplus.unpack(payload, parts, tie), parts, shapes)
-    return _decompress_kernels(payload, parts, shapes, tie)
+    packing = kernelplus.PACKING if payload.startswith(kernelplus.MAGIC) else kernel.PACKING
+    flat, mask = packing.unpack(payload, lay_out(shapes, {}), tie)
+    return Update(unflatten(flat, shapes), unflatten(mask, shapes))
 
 
 def check_codec(payload: bytes, asked: str) -> None:
@@ -101,27 +92,6 @@ def check_codec(payload: bytes, asked: str) -> None:
     came = MAGICS.get(payload[:4], asked)
     if came != asked:
         raise PayloadError(f"the payload is {came}; {asked} was asked for")
-
-
-def _decompress_kernels(
-    payload: bytes, parts: Sequence[kernels.Part], shapes: Mapping[str, Sequence[int]], tie: Bond
-) -> Update:
-    size = sum(part.size for part in parts)
-    frame = wire.unpack(payload, tie, len(parts))
-    if frame is None:
-        return _shape(np.zeros(size, np.float32), np.zeros(size, np.bool_), parts, shapes)
-    mask = np.zeros(size, np.bool_)
-    for section in frame.tensors:
-        _cover(section, parts, mask)
-    grid = frame.grid
-    precision, freq = entropy.decode_table(frame.table, entropy.token_count(grid.symbols))
-    symbols = entropy.detokenize(
-        entropy.decode_levels(frame.levels, precision, freq, int(np.count_nonzero(mask))),
-        frame.spare,
-        grid.symbols,
-    )
-    signs = entropy.decode_signs(frame.signs, symbols)
-    return _shape(kernels.dequantize(symbols, signs, grid, mask), mask, parts, shapes)
 
 
 def byte_budget(beta: float, elements: int) -> int:
@@ -135,36 +105,3 @@ def byte_budget(beta: float, elements: int) -> int:
             f"takes {OVERHEAD}"
         )
     return budget
-
-
-def _cover(section: wire.TensorSection, parts: Sequence[kernels.Part], mask: entropy.Bools) -> None:
-    """Set what a section keeps in the mask of all elements; nothing else grows with the claim."""
-    part = parts[section.index]
-    if section.block > part.width or not part.size:
-        raise PayloadError(f"{part.name}: kernels of {section.block} in rows of {part.width}")
-    part = kernels.Part(part.name, part.shape, part.offset, section.block)
-    if section.kept > part.kernels:
-        raise PayloadError(f"{part.name}: {section.kept} of {part.kernels} kernels kept")
-    kernels.cover(part, entropy.decode_mask(section.mask, part.kernels, section.kept), mask)
-
-
-def _shape(
-    flat: kernels.Floats,
-    mask: entropy.Bools,
-    parts: Sequence[kernels.Part],
-    names: Iterable[str],
-) -> Update:
-    values, masks = {}, {}
-    for part in parts:
-        here = slice(part.offset, part.offset + part.size)
-        values[part.name] = torch.from_numpy(flat[here]).reshape(part.shape)
-        masks[part.name] = torch.from_numpy(mask[here]).reshape(part.shape)
-    return Update({n: values[n] for n in names}, {n: masks[n] for n in names})
-
-
-def _not_finite(flat: kernels.Floats, parts: Sequence[kernels.Part]) -> str:
-    return next(
-        part.name
-        for part in parts
-        if not np.isfinite(flat[part.offset : part.offset + part.size]).all()
-    )

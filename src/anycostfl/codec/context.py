@@ -18,7 +18,7 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from anycostfl.codec.kernels import Bytes, Ints, Whole
+from anycostfl.codec.arrays import Bytes, Integers, Ints, Whole
 from anycostfl.compiled import compiled, inlined
 from anycostfl.errors import PayloadError
 
@@ -32,7 +32,6 @@ U64 = np.uint64
 State = tuple[U64, U64, U64, U64]  # low, high, bytes read as a number, how many were shifted out
 Held = NDArray[np.uint64]  # the same between two matrices
 Likelihoods = NDArray[np.uint32]
-Integers = NDArray[np.int32]
 
 _RATES: Ints = np.array([int(65536 / (n + 1.6)) for n in range(MEMORY + 1)], np.int64)
 _FULL = np.uint64((1 << 56) - 1)
@@ -43,9 +42,9 @@ _AHEAD, _LAST = np.uint64(WINDOW), np.uint64(255)
 _CERTAIN = (1 << 22) - 1
 
 
-def likelihoods(count: int = LIKELIHOODS) -> Likelihoods:
+def likelihoods() -> Likelihoods:
     """Fresh contexts: both bits equally likely, nothing seen."""
-    return np.full(count, np.uint32(1 << 31), np.uint32)
+    return np.full(LIKELIHOODS, np.uint32(1 << 31), np.uint32)
 
 
 class Writer:

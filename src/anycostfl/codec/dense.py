@@ -12,7 +12,7 @@ import numpy as np
 from torch import Tensor
 
 from anycostfl.codec.flat import all_of, flatten
-from anycostfl.codec.frame import OVERHEAD, bond, seal, unseal
+from anycostfl.codec.frame import OVERHEAD, bond, seal, unseal_exact
 from anycostfl.errors import PayloadError
 from anycostfl.types import Update
 
@@ -32,7 +32,5 @@ def unpack_dense(
     expected = OVERHEAD + 4 * sum(map(prod, like.values()))
     if len(payload) != expected:
         raise PayloadError(f"a dense payload of this plan has {expected} bytes, not {len(payload)}")
-    minor, body = unseal(payload, MAGIC, bond(binding, like))
-    if minor:
-        raise PayloadError(f"dense payload of format 1.{minor}; this program reads 1.0")
+    body = unseal_exact(payload, MAGIC, bond(binding, like))
     return all_of(np.frombuffer(body, "<f4").astype(np.float32), like)

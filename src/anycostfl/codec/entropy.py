@@ -17,7 +17,7 @@ from enum import IntEnum
 import numpy as np
 from numpy.typing import NDArray
 
-from anycostfl.codec.kernels import Bytes, Ints, Symbols, Whole
+from anycostfl.codec.arrays import Bools, Bytes, Ints, Symbols, Whole
 from anycostfl.codec.varint import Reader, varint
 from anycostfl.compiled import compiled
 from anycostfl.errors import PayloadError
@@ -26,7 +26,6 @@ MIN_PRECISION, MAX_PRECISION = 6, 16
 STATE_BYTES = 8
 DIRECT = 12  # symbols below 2^12 are their own token
 MANTISSA = 8  # beyond, a token holds the exponent and so many bits after the leading one
-Bools = NDArray[np.bool_]
 Words = NDArray[np.uint32]
 Tokens = NDArray[np.uint16]
 
@@ -181,12 +180,6 @@ def _golomb_read(  # noqa: PLR0917 - a compiled loop takes arrays, not objects
             return -1
         at += 1
     return 1
-
-
-def entropy_bytes(counts: Ints) -> float:
-    """Zero-order entropy of symbols with these counts, in bytes."""
-    some = counts[counts > 0].astype(np.float64)
-    return float((some * (np.log2(some.sum()) - np.log2(some))).sum() / 8)
 
 
 def frequencies(counts: Ints, precision: int) -> Ints:

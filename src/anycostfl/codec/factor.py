@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from anycostfl.codec.kernels import Doubles, Floats
+from anycostfl.codec.arrays import Doubles, Floats
 
 OVERSAMPLED, ITERATIONS = 8, 2
 WEAKEST_BITS = 0.6

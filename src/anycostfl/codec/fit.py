@@ -18,6 +18,7 @@ import numpy as np
 from torch import Tensor
 
 from anycostfl.codec import kernels
+from anycostfl.codec.flat import flatten
 from anycostfl.codec.frame import bond
 from anycostfl.codec.refine import Draft, Guess, choose
 
@@ -61,7 +62,7 @@ def fit_update(update: Mapping[str, Tensor], blocks: Mapping[str, int]) -> Fit:
     """Fit the function to one public update: the best (ρ, L) at every β of the grid."""
     shapes = {name: tuple(tensor.shape) for name, tensor in update.items()}
     parts = kernels.lay_out(shapes, blocks)
-    draft = Draft.of(kernels.flatten(update, parts), parts, 0, bond(b"", shapes))
+    draft = Draft.of(flatten(update), parts, 0, bond(b"", shapes))
     guess, knots = Guess(sparsity=0.0, levels=256), []
     for beta in BETAS:
         levels, kept = choose(draft, int(beta * 4 * draft.flat.size), guess)

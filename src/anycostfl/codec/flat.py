@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from anycostfl.codec.kernels import Floats
+from anycostfl.codec.arrays import Bools, Floats
 from anycostfl.errors import PayloadError, UpdateError
 from anycostfl.types import Update, counting_all
 
@@ -27,7 +27,7 @@ def flatten(update: Mapping[str, Tensor]) -> Floats:
     return np.concatenate(pieces) if pieces else np.empty(0, np.float32)
 
 
-def unflatten(flat: Floats, shapes: Mapping[str, Sequence[int]]) -> dict[str, Tensor]:
+def unflatten(flat: Floats | Bools, shapes: Mapping[str, Sequence[int]]) -> dict[str, Tensor]:
     """The vector as tensors of these shapes, in the order of `shapes`."""
     tensors, start = {}, 0
     for name in sorted(shapes):

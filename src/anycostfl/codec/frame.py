@@ -55,6 +55,14 @@ def unseal(payload: bytes, magic: bytes, tie: Bond) -> tuple[int, bytes]:
     return minor, body
 
 
+def unseal_exact(payload: bytes, magic: bytes, tie: Bond) -> bytes:
+    """Body of a format that a later minor version may change in any way."""
+    minor, body = unseal(payload, magic, tie)
+    if minor > MINOR:
+        raise PayloadError(f"payload of format {MAJOR}.{minor}; this program reads {MAJOR}.{MINOR}")
+    return body
+
+
 def open_any(payload: bytes, magic: bytes) -> tuple[int, Bond, bytes]:
     """Minor version, bond and body of a payload that is whole, whatever it is bound to."""
     if len(payload) < OVERHEAD:

@@ -9,39 +9,25 @@ the end of a row may be shorter; zeros make it up.
 
 from __future__ import annotations
 
-import struct
 from collections.abc import Sequence
-from dataclasses import dataclass
-from math import isfinite
 
 import numpy as np
 
 from anycostfl.codec import kernels
-from anycostfl.codec.context import Integers, Likelihoods, Source, Writer, likelihoods
-from anycostfl.codec.entropy import Bools
-from anycostfl.codec.frame import Bond, seal, unseal
-from anycostfl.codec.kernels import Bytes, Floats, Grid, Ints, Part, Symbols
+from anycostfl.codec.arrays import Bools, Floats, Integers, Ints
+from anycostfl.codec.context import Likelihoods, Source, Writer, likelihoods
+from anycostfl.codec.frame import Bond, seal, unseal_exact
+from anycostfl.codec.kernels import Kept, Packing, Part
 from anycostfl.codec.varint import Reader, varint
 from anycostfl.compiled import compiled
 from anycostfl.errors import PayloadError
 
 MAGIC = b"ACFK"
-_RANGE = struct.Struct("<ff")
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Kept:
-    """Which kernels of all tensors are kept, and what their elements are, one after the other."""
-
-    mask: Bools
-    grid: Grid
-    symbols: Symbols
-    negative: Bytes
 
 
 def pack(kept: Kept, parts: Sequence[Part], tie: Bond) -> bytes:
     """The payload."""
-    head = bytearray(_RANGE.pack(kept.grid.u_min, kept.grid.u_max) + varint(kept.grid.levels))
+    head = bytearray(kernels.write_grid(kept.grid))
     flags, levels = likelihoods(), likelihoods()
     writer = Writer(kept.symbols.size // 4)
     signed = np.where(kept.negative, -1, 1).astype(np.int32) * kept.symbols.astype(np.int32)
@@ -76,15 +62,13 @@ def _spread(signed: Integers, at: int, length: Ints, numbers: Integers) -> int:
 
 def unpack(payload: bytes, parts: Sequence[Part], tie: Bond) -> tuple[Floats, Bools]:
     """All elements, and which of them belong to kept kernels."""
-    minor, body = unseal(payload, MAGIC, tie)
-    if minor:
-        raise PayloadError(f"kernel payload in context of format 1.{minor}; this program reads 1.0")
+    body = unseal_exact(payload, MAGIC, tie)
     size = sum(part.size for part in parts)
     flat, mask = np.zeros(size, np.float32), np.zeros(size, np.bool_)
     if not body:
         return flat, mask
     reader = Reader(body, "payload")
-    grid = _read_grid(reader)
+    grid = kernels.read_grid(reader)
     blocks = [reader.varint(0, part.width if part.size else 0) for part in parts]
     source, flags, levels = Source(reader.rest()), likelihoods(), likelihoods()
     for part, block in zip(parts, blocks, strict=True):
@@ -98,14 +82,6 @@ def unpack(payload: bytes, parts: Sequence[Part], tie: Bond) -> tuple[Floats, Bo
     return flat, mask
 
 
-def _read_grid(reader: Reader) -> Grid:
-    u_min, u_max = _RANGE.unpack(reader.take(_RANGE.size))
-    levels = reader.varint(1, kernels.MAX_LEVELS)
-    if not (isfinite(u_min) and isfinite(u_max) and 0 <= u_min <= u_max and u_max > 0):
-        raise PayloadError(f"range [{u_min}, {u_max}] is not finite, ordered and positive")
-    return Grid(abs(u_min), u_max, levels)
-
-
 def _read_mask(source: Source, part: Part, contexts: Likelihoods) -> Bools:
     rows = rows_of(part)
     flags = source.integers(rows, part.kernels // rows, contexts, signed=False)
@@ -113,3 +89,6 @@ def _read_mask(source: Source, part: Part, contexts: Likelihoods) -> Bools:
         raise PayloadError(f"{part.name}: kept flags are 0 or 1, and one at least is 1")
     mask: Bools = flags.ravel() == 1
     return mask
+
+
+PACKING = Packing(MAGIC, pack, unpack)

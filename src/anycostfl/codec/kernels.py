@@ -11,30 +11,23 @@ that are exactly zero are never kept, they say nothing.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import struct
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from hashlib import blake2s
-from math import prod
-from typing import Any
+from math import isfinite, prod
 
 import numpy as np
-import torch
-from numpy.typing import NDArray
-from torch import Tensor
 
+from anycostfl.codec.arrays import Bools, Bytes, Doubles, Floats, Integers, Ints, Symbols, Whole
+from anycostfl.codec.frame import Bond
+from anycostfl.codec.varint import Reader, varint
 from anycostfl.compiled import compiled
-from anycostfl.errors import UpdateError
+from anycostfl.errors import PayloadError, UpdateError
 
 DEFAULT_BLOCK = 32
 MAX_LEVELS = 2**24 - 2  # finer than a float32 can tell apart
-
-Floats = NDArray[np.float32]
-Doubles = NDArray[np.float64]
-Ints = NDArray[np.int64]
-Symbols = NDArray[np.uint32]
-Bytes = NDArray[np.uint8]
-Bools = NDArray[np.bool_]
-Whole = int | np.signedinteger[Any]
+_RANGE = struct.Struct("<ff")
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,6 +100,39 @@ class Grid:
         return _points(symbols, self.u_min, self.u_max, self.step)
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class Kept:
+    """Which kernels of all tensors are kept, and what their elements are, one after the other."""
+
+    mask: Bools
+    grid: Grid
+    symbols: Symbols
+    negative: Bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Packing:
+    """How kept kernels become a payload, and how all elements and their mask come back."""
+
+    magic: bytes
+    pack: Callable[[Kept, Sequence[Part], Bond], bytes]
+    unpack: Callable[[bytes, Sequence[Part], Bond], tuple[Floats, Bools]]
+
+
+def write_grid(grid: Grid) -> bytes:
+    """float32 u_min and u_max, varint L."""
+    return _RANGE.pack(grid.u_min, grid.u_max) + varint(grid.levels)
+
+
+def read_grid(reader: Reader) -> Grid:
+    """What was written, if it makes sense."""
+    u_min, u_max = _RANGE.unpack(reader.take(_RANGE.size))
+    levels = reader.varint(1, MAX_LEVELS)
+    if not (isfinite(u_min) and isfinite(u_max) and 0 <= u_min <= u_max and u_max > 0):
+        raise PayloadError(f"range [{u_min}, {u_max}] is not finite, ordered and positive")
+    return Grid(abs(u_min), u_max, levels)
+
+
 def row_width(shape: Sequence[int]) -> int:
     """Elements of one row: a matrix or convolution has one row per output, a vector is one row."""
     return prod(shape[1:]) if len(shape) > 1 else prod(shape)
@@ -151,18 +177,6 @@ def join(spans: Sequence[Spans]) -> Spans:
         np.concatenate([s.start for s in spans] or none),
         np.concatenate([s.length for s in spans] or none),
     )
-
-
-def flatten(update: Mapping[str, Tensor], parts: Sequence[Part]) -> Floats:
-    """All tensors as one float32 vector, in layout order."""
-    flat = np.empty(sum(part.size for part in parts), np.float32)
-    for part in parts:
-        tensor = update[part.name].detach()
-        if not tensor.is_floating_point():
-            raise UpdateError(f"{part.name} is {tensor.dtype}; an update is floating point")
-        values = tensor.to("cpu", torch.float32).reshape(-1)
-        flat[part.offset : part.offset + part.size] = values.numpy()
-    return flat
 
 
 def measure(flat: Floats, spans: Spans) -> Norms:
@@ -321,7 +335,7 @@ def _dequantize(
 def place(
     part: Part,
     kept: Bools,
-    numbers: NDArray[np.int32],
+    numbers: Integers,
     grid: Grid,
     onto: tuple[Floats, Bools],
 ) -> bool:
@@ -340,7 +354,7 @@ def place(
 def _place(  # noqa: PLR0917 - a compiled loop takes arrays, not objects
     kept: Bools,
     cut: tuple[int, int],
-    numbers: NDArray[np.int32],
+    numbers: Integers,
     bounds: tuple[float, float, float],
     symbols: int,
     values: Floats,

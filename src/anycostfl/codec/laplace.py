@@ -10,8 +10,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from anycostfl.codec.context import MAX_BITS, Integers
-from anycostfl.codec.kernels import Doubles, Floats
+from anycostfl.codec.arrays import Doubles, Floats, Integers
+from anycostfl.codec.context import MAX_BITS
 from anycostfl.compiled import compiled
 
 PRICE = 0.13  # of a bit, in squared steps; at fine steps it would be ln 4 / 12

@@ -17,10 +17,10 @@ from math import ceil, frexp, prod
 
 import numpy as np
 
-from anycostfl.codec.context import Integers, Source, Writer
+from anycostfl.codec.arrays import Floats, Integers
+from anycostfl.codec.context import Source, Writer
 from anycostfl.codec.factor import Way, most_rank, sides, ways_of, write_rows
-from anycostfl.codec.frame import OVERHEAD, Bond, seal, unseal
-from anycostfl.codec.kernels import Floats
+from anycostfl.codec.frame import OVERHEAD, Bond, seal, unseal_exact
 from anycostfl.codec.readings import MAX_STRENGTH, Choice, Contexts, basis_of, readings_of
 from anycostfl.codec.spectrum import layout_of, restore
 from anycostfl.codec.varint import Reader, varint
@@ -143,9 +143,7 @@ def _coarsen(draft: Draft, bits: float) -> int:
 
 def decompress_lowrank(payload: bytes, shapes: Shapes, tie: Bond) -> Floats:
     """All elements, tensors in the order of their names."""
-    minor, body = unseal(payload, MAGIC, tie)
-    if minor:
-        raise PayloadError(f"low-rank payload of format 1.{minor}; this program reads 1.0")
+    body = unseal_exact(payload, MAGIC, tie)
     flat = np.zeros(sum(map(prod, shapes.values())), np.float32)
     if not body:
         return flat

@@ -14,7 +14,8 @@ import torch
 from torch import Tensor
 
 from anycostfl.codec import laplace
-from anycostfl.codec.context import Integers, Likelihoods, Writer, likelihoods
+from anycostfl.codec.arrays import Doubles, Floats, Integers
+from anycostfl.codec.context import Likelihoods, Writer, likelihoods
 from anycostfl.codec.factor import (
     Factors,
     Way,
@@ -25,7 +26,6 @@ from anycostfl.codec.factor import (
     sides,
     ways_of,
 )
-from anycostfl.codec.kernels import Doubles, Floats
 from anycostfl.codec.spectrum import lay_out
 from anycostfl.compiled import compiled
 

@@ -16,9 +16,11 @@ from math import isqrt, log2
 
 import numpy as np
 
-from anycostfl.codec import entropy, kernelplus, kernels, wire
+from anycostfl.codec import kernels
+from anycostfl.codec.arrays import Doubles, Floats, Ints
 from anycostfl.codec.frame import OVERHEAD, Bond, seal
-from anycostfl.codec.kernels import Doubles, Floats, Ints
+from anycostfl.codec.kernel import PACKING
+from anycostfl.codec.kernels import Kept, Packing, Part
 from anycostfl.compiled import compiled
 
 SWEPT_ELEMENTS = 100_000  # enough for 1 % in size; a larger update is swept in strides
@@ -42,20 +44,28 @@ class Draft:
     """An update ready to be encoded with any number of kernels and levels."""
 
     flat: Floats
-    parts: Sequence[kernels.Part]
+    parts: Sequence[Part]
     spans: kernels.Spans
     norms: kernels.Norms
     order: Ints
     seed: int
     tie: Bond
-    in_context: bool = False
+    packing: Packing
 
     @classmethod
-    def of(cls, flat: Floats, parts: Sequence[kernels.Part], seed: int, tie: Bond) -> Draft:
+    def of(
+        cls,
+        flat: Floats,
+        parts: Sequence[Part],
+        seed: int,
+        tie: Bond,
+        *,
+        packing: Packing = PACKING,
+    ) -> Draft:
         """Cut into kernels, measure and rank them."""
         spans = kernels.join([kernels.spans_of(part) for part in parts])
         norms = kernels.measure(flat, spans)
-        return cls(flat, parts, spans, norms, kernels.rank(norms), seed, tie)
+        return cls(flat, parts, spans, norms, kernels.rank(norms), seed, tie, packing)
 
     def encode(self, kept: int, levels: int) -> bytes:
         """The payload with the `kept` largest kernels, quantized to `levels` intervals."""
@@ -64,21 +74,7 @@ class Draft:
         chosen = np.flatnonzero(mask)
         grid = kernels.grid_for(self.norms, chosen, levels)
         symbols, negative = kernels.quantize(self.flat, self.spans.take(chosen), grid, self.seed)
-        if self.in_context:
-            kept_ones = kernelplus.Kept(mask, grid, symbols, negative)
-            return kernelplus.pack(kept_ones, self.parts, self.tie)
-        tokens, spare = entropy.tokenize(symbols)
-        counts = np.bincount(tokens, minlength=entropy.token_count(grid.symbols))
-        precision, freq = entropy.best_table(counts)
-        frame = wire.Frame(
-            tensors=self._tensors(mask),
-            grid=grid,
-            table=entropy.encode_table(precision, freq),
-            levels=entropy.encode_levels(tokens, precision, freq),
-            spare=spare,
-            signs=entropy.encode_signs(symbols, negative),
-        )
-        return wire.pack(frame, self.tie)
+        return self.packing.pack(Kept(mask, grid, symbols, negative), self.parts, self.tie)
 
     def is_exact(self, levels: int) -> bool:
         """Whether every element lies on a point when all kernels are kept."""
@@ -90,18 +86,7 @@ class Draft:
 
     def nothing(self) -> bytes:
         """The payload that says that nothing is kept."""
-        return seal(kernelplus.MAGIC if self.in_context else wire.MAGIC, b"", self.tie)
-
-    def _tensors(self, mask: entropy.Bools) -> tuple[wire.TensorSection, ...]:
-        sections, first = [], 0
-        for index, part in enumerate(self.parts):
-            own = mask[first : first + part.kernels]
-            first += part.kernels
-            if own.any():
-                coded = entropy.encode_mask(own)
-                count = int(np.count_nonzero(own))
-                sections.append(wire.TensorSection(index, part.block, count, coded))
-        return tuple(sections)
+        return seal(self.packing.magic, b"", self.tie)
 
 
 def fill(draft: Draft, budget: int, guess: Guess) -> bytes:

@@ -15,17 +15,13 @@ from math import log
 from typing import Self
 
 import numpy as np
-from numpy.typing import NDArray
 
 from anycostfl.codec import entropy
-from anycostfl.codec.entropy import Bools
-from anycostfl.codec.frame import Bond, seal, unseal
-from anycostfl.codec.kernels import Doubles, Floats, Ints, Symbols
+from anycostfl.codec.arrays import Bools, Doubles, Floats, Integers, Ints, Symbols
+from anycostfl.codec.frame import Bond, seal, unseal_exact
 from anycostfl.codec.varint import Reader, varint
 from anycostfl.compiled import compiled
 from anycostfl.errors import PayloadError
-
-Small = NDArray[np.int32]
 
 MAGIC = b"ACFS"
 MAX_SYMBOLS = 2**24
@@ -42,7 +38,7 @@ class Sparse:
 
     kept: Bools
     scalars: tuple[float, ...]
-    integers: Ints | Small
+    integers: Ints | Integers
 
     @classmethod
     def nothing(cls, elements: int, scalars: int = 1) -> Self:
@@ -83,9 +79,7 @@ def pack_sparse(sparse: Sparse, tie: Bond) -> bytes:
 
 def unpack_sparse(payload: bytes, tie: Bond, layout: Layout) -> Sparse:
     """What was packed; anything malformed, unbound or not finite is a PayloadError."""
-    minor, body = unseal(bytes(payload), MAGIC, tie)
-    if minor:
-        raise PayloadError(f"sparse payload of format 1.{minor}; this program reads 1.0")
+    body = unseal_exact(bytes(payload), MAGIC, tie)
     if not body:
         return Sparse.nothing(layout.elements, layout.scalars)
     reader = Reader(body, "payload")
@@ -104,12 +98,12 @@ def unpack_sparse(payload: bytes, tie: Bond, layout: Layout) -> Sparse:
     return Sparse(where, scalars, unzigzag(symbols))
 
 
-def zigzag(integers: Ints | Small) -> Symbols:
+def zigzag(integers: Ints | Integers) -> Symbols:
     """Signed to unsigned, small to small."""
     return np.where(integers < 0, -2 * integers - 1, 2 * integers).astype(np.uint32)
 
 
-def unzigzag(symbols: Symbols) -> Small:
+def unzigzag(symbols: Symbols) -> Integers:
     """Back again, in the same place."""
     _unzigzag(symbols)
     return symbols.view(np.int32)
@@ -131,7 +125,7 @@ def spread(sparse: Sparse, unit: float) -> Floats:
 
 
 @compiled
-def _spread(kept: Bools, integers: Small, unit: np.float32, flat: Floats) -> None:
+def _spread(kept: Bools, integers: Integers, unit: np.float32, flat: Floats) -> None:
     at = 0
     for i in range(kept.size):
         if kept[i]:

@@ -16,7 +16,7 @@ from math import prod
 import numpy as np
 import torch
 
-from anycostfl.codec.kernels import Doubles, Floats
+from anycostfl.codec.arrays import Doubles, Floats
 from anycostfl.compiled import compiled
 
 LARGEST_KERNEL = 256  # places, height times width

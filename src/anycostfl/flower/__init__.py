@@ -5,6 +5,8 @@
     server     the server's half, as a Flower ServerApp: a loop of our own over the Grid
     strategy   the same rounds as a Strategy, for a ServerApp of one's own
     roster     who is connected, what each can afford, who has answered
+    numbers    which key has which number in the fleet
+    broadcast  which steps of the downlink a device has missed
     post       messages out, replies in
     node       connects a device to the server and hands it messages, in one process
     clock      devices go by the server's clock

@@ -104,7 +104,7 @@ class Setup:
     data: str = ""
     all_data: bool = False
     threads: int = 1
-    own_files: bool = False  # never read a file that the server names
+    no_server_files: bool = False  # never read a file that the server names
 
     def node_config(self) -> UserConfig:
         """As Flower's node configuration."""
@@ -127,7 +127,7 @@ def read_setup(table: UserConfig) -> Setup:
         data=str(table.get("data", "")),
         all_data=bool(table.get("all-data", False)),
         threads=int(table.get("threads", 1)),
-        own_files="device" in table,
+        no_server_files="device" in table,
     )
 
 
@@ -220,7 +220,8 @@ class Device:
     def _kinds(self) -> dict[str, Profile]:
         """What the experiment's fleet is made of."""
         fleet = self.config.fleet
-        if self.setup.own_files and (named := [n for n in fleet.profiles if n.endswith(".toml")]):
+        named = [name for name in fleet.profiles if name.endswith(".toml")]
+        if named and self.setup.no_server_files:
             raise ConfigError(
                 [f"fleet.profiles: the server names files of its own, {', '.join(named)}; name "
                  "what this device is with --profile"]
@@ -245,7 +246,11 @@ def open_device(table: UserConfig, ask: Ask) -> Device:
     """This device in the experiment that the server asks about."""
     setup = read_setup(table)
     config, side = _ground(
-        ask.config, ask.scale, setup.data, whole=setup.all_data, own_files=setup.own_files
+        ask.config,
+        ask.scale,
+        setup.data,
+        whole=setup.all_data,
+        no_server_files=setup.no_server_files,
     )
     if not 0 <= setup.device < config.fleet.devices:
         raise ConfigError(
@@ -256,11 +261,11 @@ def open_device(table: UserConfig, ask: Ask) -> Device:
 
 @lru_cache(maxsize=1)
 def _ground(
-    text: str, scale: Scale | None, data: str, *, whole: bool, own_files: bool
+    text: str, scale: Scale | None, data: str, *, whole: bool, no_server_files: bool
 ) -> tuple[Config, DeviceSide]:
     """What stays the same from message to message: data and traced model."""
     config = _with_data(parse_config(text, "the server's configuration"), data)
-    if own_files and not data and (config.data.path or config.data.name.endswith(".npz")):
+    if no_server_files and not data and (config.data.path or config.data.name.endswith(".npz")):
         raise ConfigError(
             [f"data: the server names a file of its own, {config.data.path or config.data.name}; "
              "name the data of this device with --data"]

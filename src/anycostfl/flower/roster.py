@@ -19,6 +19,7 @@ from flwr.app import Message, MessageType
 from flwr.common.constant import ErrorCode
 from flwr.common.logger import log
 
+from anycostfl.bench import Bench
 from anycostfl.checks import Count, Positive, check_fields
 from anycostfl.config import Config, essence
 from anycostfl.errors import AnycostError
@@ -35,7 +36,6 @@ from anycostfl.flower.messages import (
 )
 from anycostfl.flower.numbers import NotYet, Numbers, Taken
 from anycostfl.flower.post import PostOffice, Spoilt
-from anycostfl.gate import Bench
 from anycostfl.rounds import one_line
 from anycostfl.types import Devices, Scale
 from anycostfl.workers import Reply

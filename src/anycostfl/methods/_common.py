@@ -11,10 +11,10 @@ import numpy as np
 
 from anycostfl.checks import FloatArray
 from anycostfl.codec import byte_budget, compress, decompress
+from anycostfl.codec.arrays import Floats
 from anycostfl.codec.dense import pack_dense, unpack_dense
 from anycostfl.codec.flat import all_of, flatten
 from anycostfl.codec.frame import Bond, bond
-from anycostfl.codec.kernels import Floats
 from anycostfl.codec.sparse import (
     Layout,
     Ranked,

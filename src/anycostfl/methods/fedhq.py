@@ -22,8 +22,8 @@ import numpy as np
 
 from anycostfl.checks import FloatArray
 from anycostfl.codec import byte_budget
+from anycostfl.codec.arrays import Floats
 from anycostfl.codec.flat import flatten
-from anycostfl.codec.kernels import Floats
 from anycostfl.codec.sparse import Sparse, chances, draw, fill, pack_sparse
 from anycostfl.methods import Method, State, Upload
 from anycostfl.methods._common import average, bond_of, decode_levels

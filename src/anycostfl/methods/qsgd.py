@@ -16,7 +16,7 @@ from functools import partial
 
 import numpy as np
 
-from anycostfl.codec.kernels import Floats
+from anycostfl.codec.arrays import Floats
 from anycostfl.codec.sparse import Ranked, Sparse, chances, draw
 from anycostfl.methods import Method, State, Upload
 from anycostfl.methods._common import (

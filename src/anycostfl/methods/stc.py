@@ -19,9 +19,9 @@ from itertools import accumulate
 import numpy as np
 
 from anycostfl.codec import byte_budget
+from anycostfl.codec.arrays import Floats
 from anycostfl.codec.flat import all_of, flatten
 from anycostfl.codec.frame import bond
-from anycostfl.codec.kernels import Floats
 from anycostfl.codec.sparse import Layout, Ranked, Sparse, fill, pack_sparse, spread, unpack_sparse
 from anycostfl.methods import Method, Shapes, State, Upload, elements
 from anycostfl.methods._common import bond_of, full_width_at, weigh_by_samples

@@ -17,9 +17,9 @@ from hashlib import blake2s
 
 import numpy as np
 
+from anycostfl.codec.arrays import Doubles, Floats, Ints
 from anycostfl.codec.flat import all_of
 from anycostfl.codec.frame import bond
-from anycostfl.codec.kernels import Doubles, Floats, Ints
 from anycostfl.codec.sparse import Layout, Ranked, Sparse, unpack_sparse
 from anycostfl.methods import Method, Shapes, State, Upload, elements
 from anycostfl.methods._common import encode_largest, full_width_at, weigh_by_samples

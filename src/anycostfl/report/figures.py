@@ -13,24 +13,24 @@ from anycostfl.errors import ConfigError, MissingExtra
 from anycostfl.types import RoundRecord
 
 
-def _pyplot() -> Any:
+def new_figure(panels: int, size: tuple[float, float], **options: Any) -> tuple[Any, list[Any]]:
+    """A figure with panels side by side, for `save`; no window, no global state."""
     try:
-        import matplotlib as mpl  # noqa: PLC0415 - an optional dependency
-
-        mpl.use("agg")
-        import matplotlib.pyplot as plt  # noqa: PLC0415 - likewise
+        from matplotlib.backends.backend_agg import FigureCanvasAgg  # noqa: PLC0415 - optional
+        from matplotlib.figure import Figure  # noqa: PLC0415 - likewise
     except ImportError as error:
-        raise MissingExtra("figures need: pip install 'anycostfl[plots]'") from error
-    return plt
+        raise MissingExtra("figures need matplotlib: pip install 'anycostfl[plots]'") from error
+    figure = Figure(figsize=size, layout="constrained")
+    FigureCanvasAgg(figure)
+    return figure, list(figure.subplots(1, panels, squeeze=False, **options)[0])
 
 
-def _save(figure: Any, path: Path) -> None:
+def save(figure: Any, path: Path) -> None:
+    """Write a figure."""
     try:
         figure.savefig(path, dpi=110)
     except (OSError, ValueError) as error:  # not writable, or not a format matplotlib knows
         raise ConfigError([f"figure: given {path}, but {error}"]) from error
-    finally:
-        _pyplot().close(figure)
 
 
 def draw_curves(runs: Mapping[str, Sequence[RoundRecord]], path: Path) -> None:
@@ -38,8 +38,7 @@ def draw_curves(runs: Mapping[str, Sequence[RoundRecord]], path: Path) -> None:
 
     Costs of different orders of magnitude are shown by their logarithms.
     """
-    plt = _pyplot()
-    figure, axes = plt.subplots(1, 4, figsize=(14, 3.4), sharey=True, layout="constrained")
+    figure, axes = new_figure(4, (14, 3.4), sharey=True)
     for name, records in runs.items():
         evaluated = [i for i, r in enumerate(records) if r.accuracy is not None]
         accuracy = [100 * (records[i].accuracy or 0) for i in evaluated]
@@ -54,7 +53,7 @@ def draw_curves(runs: Mapping[str, Sequence[RoundRecord]], path: Path) -> None:
     axes[0].set_ylabel("test accuracy, %")
     if len(runs) > 1:
         axes[0].legend()
-    _save(figure, path)
+    save(figure, path)
 
 
 def _costs(records: Sequence[RoundRecord]) -> dict[str, list[float]]:
@@ -69,19 +68,20 @@ def _costs(records: Sequence[RoundRecord]) -> dict[str, list[float]]:
 
 def draw_partition(counts: np.ndarray[tuple[int, int], np.dtype[np.int64]], path: Path) -> None:
     """Who holds what: one bar per device, one colour per class; counts is (device, class)."""
-    plt = _pyplot()
     devices, classes = counts.shape
-    width = max(6.0, min(14.0, 0.2 * devices))
-    figure, axis = plt.subplots(figsize=(width, 3.4), layout="constrained")
+    figure, [axis] = new_figure(1, (max(6.0, min(14.0, 0.2 * devices)), 3.4))
+    from matplotlib import colormaps  # noqa: PLC0415 - optional, but there now
+
+    colours = colormaps["tab10" if classes <= 10 else "viridis"]
     bottom = np.zeros(devices)
     for kind in range(classes):
-        colour = plt.get_cmap("tab10" if classes <= 10 else "viridis")(kind % 10 / 10)
+        colour = colours(kind % 10 / 10)
         axis.bar(range(devices), counts[:, kind], 1.0, bottom=bottom, color=colour, label=str(kind))
         bottom += counts[:, kind]
     axis.set_xlabel("device")
     axis.set_ylabel("training samples")
     axis.legend(title="class", ncols=2, loc="center left", bbox_to_anchor=(1, 0.5))
-    _save(figure, path)
+    save(figure, path)
 
 
 Lines = Mapping[str, tuple[Sequence[float], Sequence[float]]]
@@ -89,28 +89,24 @@ Lines = Mapping[str, tuple[Sequence[float], Sequence[float]]]
 
 def draw_lines(panels: Mapping[str, Lines], x_label: str, path: Path) -> None:
     """One panel per quantity, one line per method; the panel's name is what it shows."""
-    plt = _pyplot()
-    size = (4.6 * len(panels), 3.6)
-    figure, axes = plt.subplots(1, len(panels), figsize=size, layout="constrained", squeeze=False)
-    for axis, (title, lines) in zip(axes[0], panels.items(), strict=True):
+    figure, axes = new_figure(len(panels), (4.6 * len(panels), 3.6))
+    for axis, (title, lines) in zip(axes, panels.items(), strict=True):
         for name, (x, y) in lines.items():
             axis.plot(x, y, "o-", label=name, linewidth=1.6, markersize=4)
         axis.set_xlabel(x_label)
         axis.set_ylabel(title)
         axis.grid(alpha=0.3)
-    axes[0][0].legend()
-    _save(figure, path)
+    axes[0].legend()
+    save(figure, path)
 
 
 def draw_bars(panels: Mapping[str, Mapping[str, float]], path: Path) -> None:
     """One panel per quantity, one bar per name."""
-    plt = _pyplot()
-    size = (3.6 * len(panels), 3.4)
-    figure, axes = plt.subplots(1, len(panels), figsize=size, layout="constrained", squeeze=False)
-    for axis, (title, values) in zip(axes[0], panels.items(), strict=True):
+    figure, axes = new_figure(len(panels), (3.6 * len(panels), 3.4))
+    for axis, (title, values) in zip(axes, panels.items(), strict=True):
         bars = axis.bar(range(len(values)), list(values.values()), 0.7)
         axis.bar_label(bars, fmt="%.3g")
         axis.set_xticks(range(len(values)), list(values), rotation=20, ha="right")
         axis.set_ylabel(title)
         axis.margins(y=0.15)
-    _save(figure, path)
+    save(figure, path)

@@ -16,7 +16,7 @@ def summarise(
     spent = totals(records)
     hit = next((i for i, r in enumerate(records) if (r.accuracy or 0) >= target_accuracy), None)
     reached = totals(records[: hit + 1]) if hit is not None else None
-    benched = {d.device for r in records for d in r.devices if d.status.startswith("benched")}
+    benched = {d.device for r in records for d in r.devices if d.kind == "benched"}
     return {
         "method": method,
         "rounds": len(records),

@@ -35,7 +35,7 @@ class ElasticModel:
     """The server's model: holds the global weights, hands out sub-models of any width.
 
     The module is traced once on the example inputs (batch first). `rule` chooses widths: "sqrt" as
-    in the paper, or "fast" for widths whose training time falls with α.
+    in the paper, "fast" or "even" for widths whose training time falls with α (`shrink.widths`).
     """
 
     def __init__(self, module: nn.Module, *example_inputs: Any, rule: str = "sqrt") -> None:

@@ -1,27 +1,23 @@
-"""The frame around an update: what every byte of a payload means (docs/wire-format.md).
+"""The body of a frame "ACFU" as sections: what each of its bytes means (docs/wire-format.md).
 
-The tuple {u_min, u_max, L, m, 𝓛} of Sec. III-C.2 as bytes, with magic, version, length, what binds
-it to its plan, and a checksum. Lengths are explicit, so that a reader can skip optional sections
-of a later minor version; everything is little-endian.
+The tuple {u_min, u_max, L, m, 𝓛} of Sec. III-C.2 as bytes. Lengths are explicit, so that a reader
+can skip optional sections of a later minor version; everything is little-endian.
 """
 
 from __future__ import annotations
 
-import struct
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 from itertools import pairwise
-from math import isfinite
 
 from anycostfl.codec.frame import MAJOR, MINOR, Bond, open_any, seal, unseal
-from anycostfl.codec.kernels import MAX_LEVELS, Grid
+from anycostfl.codec.kernels import Grid, read_grid, write_grid
 from anycostfl.codec.varint import Reader, varint
 from anycostfl.errors import PayloadError
 
 MAGIC = b"ACFU"
 MOST_OTHERS = 64  # sections that are no tensors, those of later minor versions included
-_RANGE = struct.Struct("<ff")
 CRITICAL = 0x80  # a reader that does not know such a section must refuse the payload
 
 
@@ -61,7 +57,7 @@ class TensorSection:
 
 
 @dataclass(frozen=True, slots=True)
-class Frame:
+class Body:
     """Everything a payload says if something is kept."""
 
     tensors: tuple[TensorSection, ...]
@@ -72,36 +68,35 @@ class Frame:
     signs: bytes
 
 
-def pack(frame: Frame, tie: Bond) -> bytes:
+def write(body: Body, tie: Bond) -> bytes:
     """Write the payload."""
-    return seal(MAGIC, b"".join(_section(kind, data) for kind, data in _sections(frame)), tie)
+    return seal(MAGIC, b"".join(_section(kind, data) for kind, data in _sections(body)), tie)
 
 
 def _section(kind: int, data: bytes) -> bytes:
     return bytes([kind]) + varint(len(data)) + data
 
 
-def _sections(frame: Frame) -> list[tuple[Section, bytes]]:
+def _sections(body: Body) -> list[tuple[Section, bytes]]:
     tensors = [
         (Section.TENSOR, varint(t.index) + varint(t.block) + varint(t.kept) + t.mask)
-        for t in frame.tensors
+        for t in body.tensors
     ]
-    spare = [(Section.SPARE, frame.spare)] if frame.spare else []
-    grid = _RANGE.pack(frame.grid.u_min, frame.grid.u_max) + varint(frame.grid.levels)
+    spare = [(Section.SPARE, body.spare)] if body.spare else []
     return [
         *tensors,
-        (Section.RANGE, grid),
-        (Section.TABLE, frame.table),
-        (Section.LEVELS, frame.levels),
+        (Section.RANGE, write_grid(body.grid)),
+        (Section.TABLE, body.table),
+        (Section.LEVELS, body.levels),
         *spare,
-        (Section.SIGNS, frame.signs),
+        (Section.SIGNS, body.signs),
     ]
 
 
-def unpack(payload: bytes, tie: Bond, tensors: int) -> Frame | None:
+def read(payload: bytes, tie: Bond, tensors: int) -> Body | None:
     """Read a payload bound to `tie` for a plan of so many tensors; None if nothing is kept."""
-    minor, body = unseal(payload, MAGIC, tie)
-    known = _known(_walk(body, tensors + MOST_OTHERS), minor)
+    minor, data = unseal(payload, MAGIC, tie)
+    known = _known(_walk(data, tensors + MOST_OTHERS), minor)
     if not known:
         return None
     kinds = [kind for kind, _ in known]
@@ -112,7 +107,7 @@ def unpack(payload: bytes, tie: Bond, tensors: int) -> Frame | None:
     if any(a.index >= b.index for a, b in pairwise(parsed)):
         raise PayloadError("tensor sections are repeated or out of order")
     rest = dict(known[count:])
-    return Frame(
+    return Body(
         parsed,
         _grid(rest[Section.RANGE]),
         rest[Section.TABLE],
@@ -152,12 +147,9 @@ def _tensor(data: bytes, tensors: int) -> TensorSection:
 
 def _grid(data: bytes) -> Grid:
     reader = Reader(data, "range section")
-    u_min, u_max = _RANGE.unpack(reader.take(_RANGE.size))
-    levels = reader.varint(1, MAX_LEVELS)
+    grid = read_grid(reader)
     reader.finish()
-    if not (isfinite(u_min) and isfinite(u_max) and 0 <= u_min <= u_max and u_max > 0):
-        raise PayloadError(f"range [{u_min}, {u_max}] is not finite, ordered and positive")
-    return Grid(abs(u_min), u_max, levels)
+    return grid
 
 
 def bytes_by_section(payload: bytes) -> dict[str, int]:

@@ -64,15 +64,15 @@ class Bench:
         """Those who may be drawn into a round."""
         return {device for device in devices if not self.holds(device, number)}
 
-    def after(self, record: RoundRecord, rules: Gate) -> Bench:
+    def after(self, record: RoundRecord, gate: Gate) -> Bench:
         """The bench once a round is over; whoever comes back is one strike from it again."""
         strikes = dict(self.strikes)
         back = {device: number for device, number in self.back.items() if number > record.round + 1}
         for told in record.devices:
             count = max(strikes.pop(told.device, 0) + _strikes(told), 0)
-            if rules.strikes and count >= rules.strikes:
-                back[told.device] = record.round + 1 + rules.bench_rounds
-                count = rules.strikes - 1
+            if gate.strikes and count >= gate.strikes:
+                back[told.device] = record.round + 1 + gate.bench_rounds
+                count = gate.strikes - 1
             if count:
                 strikes[told.device] = count
         return Bench(strikes, back, _agreed(self.agreed, record))
@@ -90,22 +90,22 @@ def _agreed(before: Mapping[int, Agreed], record: RoundRecord) -> Mapping[int, A
 
 def _strikes(told: DeviceRecord) -> int:
     """What a round adds to a device's strikes."""
-    earned = len(told.surplus) + told.status.startswith("refused")
-    return earned - (told.status == "ok")
+    earned = len(told.surplus) + (told.kind == "refused")
+    return earned - (told.kind == "ok")
 
 
-def bench_of(records: Iterable[RoundRecord], rules: Gate) -> Bench:
+def bench_of(records: Iterable[RoundRecord], gate: Gate) -> Bench:
     """The bench after these rounds, from the first on."""
     bench = Bench()
     for record in records:
-        bench = bench.after(record, rules)
+        bench = bench.after(record, gate)
     return bench
 
 
 def benched(bench: Bench, drawn: Iterable[int], number: int) -> tuple[DeviceRecord, ...]:
     """Records of those among the drawn who sit a round out; others are drawn in their place."""
     return tuple(
-        DeviceRecord(i, f"benched: until round {bench.back[i]}", 0, 0.0, 0.0, 0.0)
+        DeviceRecord(i, f"benched: until round {bench.back[i]}")
         for i in drawn
         if bench.holds(i, number)
     )
