@@ -346,6 +346,14 @@ def zeros_in(way: Way, shape: tuple[int, ...]) -> bytes:
     return seal(lowrank.MAGIC, head + writer.finish(), bond(b"", {"w": shape}))
 
 
+def test_no_work_is_done_on_numbers_that_did_not_come(monkeypatch: pytest.MonkeyPatch) -> None:
+    shape = (300, 300)
+    head = b"\0\0\0" + bytes([Way.OUT]) + varint(most_rank(sides(layout_of(shape), Way.OUT)))
+    monkeypatch.setattr(lowrank, "_product", None)  # a call would be a TypeError
+    with pytest.raises(PayloadError, match="go on beyond"):
+        decompress(seal(lowrank.MAGIC, head + b"\x80" * 4, bond(b"", {"w": shape})), {"w": shape})
+
+
 @pytest.mark.parametrize(("way", "shape"), [(Way.OUT, (700, 700)), (Way.DIRECT, (256, 256, 3, 3))])
 def test_a_few_bytes_take_no_more_than_twice_the_plan(way: Way, shape: tuple[int, ...]) -> None:
     payload = zeros_in(way, shape)

@@ -130,6 +130,7 @@ def test_numbers_of_another_machine_are_numbers(tmp_path: Path) -> None:
         (np.array([0, -1, 2, 3]), "given -1, allowed whole numbers"),
         (np.array(["a", "b", "c", "d"]), "given <U1, allowed whole numbers"),
         (np.array([0.0, 0.5, 2, 3]), "given float64"),
+        (np.array([0, 1, 2, 2**63 + 5], np.uint64), "given 9223372036854775813, allowed whole"),
         (np.zeros((4, 1), int), r"labels of shape \(4, 1\), allowed one label for each image"),
     ],
 )

@@ -18,7 +18,7 @@ import pytest
 import torch
 from click.testing import Result
 from safetensors import safe_open
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from typer.testing import CliRunner
 
@@ -28,7 +28,7 @@ from anycostfl.cli import build_app
 from anycostfl.config import load_preset, to_toml
 from anycostfl.coupling import tensors_of
 from anycostfl.data import load
-from anycostfl.elastic_file import ElasticFileError
+from anycostfl.elastic_file import METADATA, ElasticFileError
 from anycostfl.errors import AlphaError, AnycostError, ConfigError, InfeasibleBudget, MissingExtra
 from anycostfl.export import (
     FORMATS,
@@ -258,6 +258,9 @@ def test_files_that_are_no_elastic_model_are_refused(cnn_run: Path, tmp_path: Pa
         anycostfl.load_elastic(tmp_path / "junk")
     with pytest.raises(ElasticFileError, match="cannot read"):
         anycostfl.load_elastic(tmp_path / "missing")
+    save_file({"w": torch.zeros(1)}, tmp_path / "deep", {METADATA: "[" * 200_000})
+    with pytest.raises(ElasticFileError, match="cannot read"):
+        anycostfl.load_elastic(tmp_path / "deep")
 
 
 # --- what fits ------------------------------------------------------------------------------------

@@ -30,6 +30,7 @@ from anycostfl.rounds import (
     _judge,
     assign,
     binding,
+    one_line,
     receive,
     screen,
 )
@@ -43,6 +44,12 @@ from small_runs import small_config
 def told(number: int, **statuses: str) -> RoundRecord:
     devices = [DeviceRecord(int(d[1:]), s, 1, 0.0, 1.0, 1.0) for d, s in statuses.items()]
     return RoundRecord(number, None, tuple(devices))
+
+
+def test_what_devices_say_does_not_reach_the_terminal_as_commands() -> None:
+    said = "disk full\x1b[2J\x1b]0;owned\x07 \u202e\n all  fine"
+    assert one_line(said) == "disk full\ufffd[2J\ufffd]0;owned\ufffd \ufffd all fine"
+    assert len(one_line("x" * 1000)) == 300
 
 
 # --- strikes --------------------------------------------------------------------------------------

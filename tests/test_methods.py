@@ -11,7 +11,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch import Tensor
+from torch import Tensor, nn
 
 from anycostfl import ElasticModel, methods, models
 from anycostfl.codec import byte_budget
@@ -68,6 +68,15 @@ def test_payloads_fill_the_budget_and_never_exceed_it(name: str, beta: float) ->
     assert np.linalg.norm(vector(decoded.values) - wanted) < np.linalg.norm(wanted)
     assert list(decoded.values) == list(SHAPES)
     assert all(decoded.values[n].shape == decoded.masks[n].shape == SHAPES[n] for n in SHAPES)
+
+
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize("name", methods.names())
+def test_what_is_encoded_can_be_decoded_up_to_the_largest_float(name: str) -> None:
+    method, largest = methods.load(name), float(np.finfo(np.float32).max)
+    ends = {n: torch.where(u > 0, largest, -0.9 * largest) for n, u in update().items()}
+    payload = method.encode(ends, Upload(1.0 if name == "fedavg" else 0.1, 7, b"plan"))
+    assert np.isfinite(vector(method.decode(payload, SHAPES, b"plan").values)).all()
 
 
 @pytest.mark.parametrize("name", methods.names())
@@ -353,6 +362,17 @@ def test_heterofl_widths_follow_the_processor_as_in_the_papers_table() -> None:
         assert planned.latency_s.max() > config.fleet.latency_s  # it does not know the radio
     assert np.mean(alphas) == pytest.approx(0.79, abs=0.03)
     assert np.mean(shares) == pytest.approx(1 / 41, rel=0.02)
+
+
+def test_the_scaler_knows_layers_that_compute_their_weights() -> None:
+    odd = nn.utils.parametrizations.weight_norm(nn.Linear(8, 3))
+    net = ElasticModel(nn.Sequential(nn.Linear(6, 20), nn.Linear(20, 8), odd), torch.randn(2, 6))
+    sub = net.shrink(0.3).module
+    heterofl.prepare(sub, net.module)
+    first, some = sub.get_submodule("0"), torch.randn(2, 6)
+    width = first.eval()(some).shape[1]
+    assert width < 20
+    assert torch.allclose(first.train()(some), 20 / width * first.eval()(some))
 
 
 @pytest.mark.parametrize("rule", ["fast", "sqrt"])

@@ -6,19 +6,23 @@ import os
 import random
 import shutil
 import signal
+import threading
 import time
 import traceback
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from multiprocessing import forkserver
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import save_file
 
 from anycostfl import records
+from anycostfl.cli._rounds import free_folder
 from anycostfl.cli.run import run
 from anycostfl.files import StorageError
 from anycostfl.records import Checkpoint, RunWriter, checkpoints, open_run, read_run
@@ -54,6 +58,55 @@ def test_what_was_written_is_read(tmp_path: Path) -> None:
     assert torch.equal(saved.checkpoint.memories[7]["w"], torch.ones(2))
     assert torch.equal(saved.checkpoint.velocity["w"], torch.full((50,), 3.0))
     assert saved.remarks == ()
+
+
+def test_nothing_is_written_through_a_link(tmp_path: Path) -> None:
+    for name in ("rounds.jsonl.damaged", "lock", "timing.jsonl"):
+        folder, precious = tmp_path / name / "run", tmp_path / name / "precious"
+        write_some(folder, 2)
+        precious.write_text("precious")
+        (folder / name).unlink(missing_ok=True)
+        (folder / name).symlink_to(precious)
+        with (folder / "rounds.jsonl").open("a") as journal:
+            journal.write("not a round\n")
+        with suppress(StorageError):
+            _, writer = open_run(folder)
+            writer.append(record(2))
+        assert precious.read_text() == "precious"
+
+
+@pytest.mark.parametrize("name", ["rounds.jsonl", "rounds.copy.jsonl", "lock"])
+def test_what_is_not_a_file_is_refused_and_not_waited_for(tmp_path: Path, name: str) -> None:
+    write_some(tmp_path / "run", 2)
+    (tmp_path / "run" / name).unlink()
+    os.mkfifo(tmp_path / "run" / name)
+    with pytest.raises(StorageError, match="is not a file"):
+        open_run(tmp_path / "run")
+
+
+def test_of_two_that_begin_in_one_folder_at_once_one_does(tmp_path: Path) -> None:
+    for turn in range(20):
+        folder, begun, both = tmp_path / str(turn), list[str](), threading.Barrier(2)
+
+        def begin(
+            config: str, folder: Path = folder, begun: list[str] = begun, both: Any = both
+        ) -> None:
+            both.wait()
+            with suppress(StorageError):
+                RunWriter.create(folder, config)
+                begun.append(config)
+
+        threads = [threading.Thread(target=begin, args=(f"run = {n}",)) for n in range(2)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert [read_run(folder).config] == begun
+
+
+def test_a_free_folder_is_free_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert [free_folder("demo").name for _ in range(3)] == ["demo-1", "demo-2", "demo-3"]
 
 
 def test_a_round_that_could_not_be_read_back_is_not_written(tmp_path: Path) -> None:

@@ -540,3 +540,11 @@ def test_a_graph_has_the_buffers_that_are_not_saved_or_is_not_used(used: bool) -
     net = ElasticModel(Buffered(), torch.randn(2, 1, 5, 5))
     net.load(net.permute(tensors_of(net.module), net.sort_channels()))
     assert list(net.shrink(0.5).module.state_dict()) == list(net.module.state_dict())
+
+
+def test_what_a_submodel_takes_counts_tied_weights_once() -> None:
+    net = ElasticModel(ZOO["tied_embedding"].build(), ZOO["tied_embedding"].example(2))
+    whole, half = net.plan(1.0), net.plan(0.5)
+    assert net.bytes_of(whole) == 4 * sum(p.numel() for p in net.module.parameters())
+    sub = net.shrink(0.5).module
+    assert net.bytes_of(half) == 4 * sum(p.numel() for p in sub.parameters())

@@ -22,6 +22,7 @@ from anycostfl.records import RunWriter, read_run
 from anycostfl.runs import Turn, begin, check_engine, keep, take_up
 from anycostfl.server import Server
 from anycostfl.simulate import play, run
+from anycostfl.types import RoundRecord
 from anycostfl.workers import DeviceSide, Job, NotShared, Purpose, Reply, cores, draw_seed
 from small_runs import small_config, small_overrides
 
@@ -206,6 +207,57 @@ def test_a_mistake_in_a_worker_is_told_with_its_place(
     assert done.returncode == 2
     assert "broken.py" in done.stderr
     assert "KeyError: 'nothing'" in done.stderr
+
+
+OWN_MODEL = """
+import torch
+from torch import nn
+from anycostfl.types import ModelSpec
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.hidden, self.norm, self.out = {layers}
+
+    def forward(self, images):
+        return self.out(self.norm(self.hidden(images.flatten(1).to(self.out.weight.dtype))))
+
+MODEL = ModelSpec(build=Net, example=lambda batch: torch.randn(batch, 1, 28, 28), summary="own")
+"""
+
+
+def run_own_model(folder: Path, layers: str, workers: int, *changes: str) -> list[RoundRecord]:
+    file, out = folder / "mine" / "models" / "own.py", folder / f"by-{workers}"
+    file.parent.mkdir(parents=True, exist_ok=True)
+    file.write_text(OWN_MODEL.format(layers=layers))
+    changes = (*small_overrides(folder, "model.name=own", "run.rounds=2"), *changes)
+    done = subprocess.run(
+        [sys.executable, "-m", "anycostfl", "run", f"--workers={workers}", f"--out={out}"]
+        + [f"--set={change}" for change in changes],
+        env={**os.environ, "ANYCOSTFL_PATH": str(folder / "mine")},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    return list(read_run(out).records)
+
+
+def test_a_device_that_cannot_train_fails_and_the_run_goes_on(tmp_path: Path) -> None:
+    layers = "nn.Linear(784, 32), nn.BatchNorm1d(32), nn.Linear(32, 10)"
+    records = run_own_model(tmp_path, layers, 1, "fleet.devices=240", "fleet.samples=1")
+    statuses = [d.status for record in records for d in record.devices]
+    assert len(statuses) == 8
+    assert all(s.startswith("failed: one sample is too few for this model") for s in statuses)
+
+
+def test_any_type_of_tensor_goes_to_workers_and_back(tmp_path: Path) -> None:
+    layers = "(m.bfloat16() for m in (nn.Linear(784, 32), nn.ReLU(), nn.Linear(32, 10)))"
+    alone, together = (
+        run_own_model(tmp_path, layers, workers, "compression.feedback=true") for workers in (1, 2)
+    )
+    assert alone == together
+    assert {d.status for record in alone for d in record.devices} == {"ok"}
 
 
 def test_the_seed_decides_everything(tmp_path: Path) -> None:

@@ -36,6 +36,7 @@ Part = tuple[Images, Labels]
 
 FASHION_MNIST_PLACES = ("/usr/share/datasets/fashion-mnist",)
 """Where packages put it: Debian's `dataset-fashion-mnist`."""
+MOST = 2**31 - 1  # of a label
 LARGEST = 1e18  # of a pixel; its square is finite in single precision
 
 
@@ -275,6 +276,8 @@ def _array_problems(arrays: Mapping[str, npt.NDArray[Any]], x: str, y: str) -> I
     if images.ndim not in (3, 4):
         allowed = "(sample, height, width[, colour])"
         yield f"{x}: given shape {images.shape}, allowed {allowed}"
+    elif len(images) and not images.size:
+        yield f"{x}: given shape {images.shape}, allowed images with pixels"
     if images.dtype.kind not in "iufb":
         yield f"{x}: given {images.dtype}, allowed real numbers"
     elif images.dtype.kind == "f" and not np.abs(images).max(initial=0.0) < LARGEST:
@@ -285,8 +288,9 @@ def _array_problems(arrays: Mapping[str, npt.NDArray[Any]], x: str, y: str) -> I
         yield f"{y}: given {given}, allowed one label for each image, at least one"
     if labels.dtype.kind not in "iu":
         yield f"{y}: given {labels.dtype}, allowed whole numbers from 0 on"
-    elif labels.size and labels.min() < 0:
-        yield f"{y}: given {labels.min()}, allowed whole numbers from 0 on"
+    elif labels.size and not 0 <= labels.min() <= labels.max() <= MOST:
+        wrong = labels.min() if labels.min() < 0 else labels.max()
+        yield f"{y}: given {wrong}, allowed whole numbers from 0 on, up to {MOST}"
 
 
 READERS: dict[str, Callable[[str], tuple[Part, Part]]] = {

@@ -61,7 +61,7 @@ def _read(path: Path | str) -> tuple[dict[str, Any], dict[str, Tensor]]:
         with safe_open(path, "pt") as file:
             about = json.loads((file.metadata() or {}).get(METADATA, "{}"))
             tensors = {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118 - no mapping
-    except (SafetensorError, OSError, ValueError) as error:
+    except (SafetensorError, OSError, ValueError, RecursionError) as error:
         raise ElasticFileError(f"cannot read an elastic model from {path}: {error}") from error
     about = about if isinstance(about, dict) else {}
     if about.get("kind") != "elastic":

@@ -1,9 +1,14 @@
-"""Files that are there whole or not at all, folders that one process works on, disks that fail."""
+"""Files that are there whole or not at all, folders that one process works on, disks that fail.
+
+A run directory may come from somebody else, so nothing is read or written through a link in it.
+"""
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import os
+import stat
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -13,6 +18,7 @@ from typing import TextIO
 from anycostfl.errors import AnycostError
 
 LOCK = "lock"
+GO_ON = "Free some space, then go on with --resume"
 LEAVING_S = 2.0  # for another process to leave a folder
 
 
@@ -47,6 +53,32 @@ def refuse_special(path: Path) -> None:
         raise StorageError(f"{path} is there and is not a file; choose another name")
 
 
+def open_file(path: Path, flags: int) -> int:
+    """A descriptor of a file itself: no link is followed, no pipe waited for."""
+    try:
+        descriptor = os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK, 0o666)
+    except OSError as error:
+        if error.errno != errno.ELOOP:
+            raise
+        raise StorageError(f"{path} is a link, which no run writes; it is not followed") from error
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        os.close(descriptor)
+        raise StorageError(f"{path} is there and is not a file; choose another name")
+    return descriptor
+
+
+def read_file(path: Path, most: int = -1) -> bytes:
+    """What a file holds, or the first bytes of it."""
+    with os.fdopen(open_file(path, os.O_RDONLY), "rb") as file:
+        return file.read(most)
+
+
+def append_line(path: Path, line: str) -> None:
+    """Add a line to a file, which need not be there yet."""
+    with os.fdopen(open_file(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT), "a") as file:
+        file.write(line + "\n")
+
+
 def sync(path: Path) -> None:
     """Wait until a file or folder has reached the disk."""
     descriptor = os.open(path, os.O_RDONLY)
@@ -57,13 +89,13 @@ def sync(path: Path) -> None:
 
 
 @contextmanager
-def only_one(folder: Path) -> Iterator[None]:
+def only_one(folder: Path, then: str = GO_ON) -> Iterator[None]:
     """Keep other processes away from a folder; the lock goes when this one does, however it ends.
 
     Whoever is on the way out gets a moment to leave.
     """
-    with writing_to(folder):
-        lock = (folder / LOCK).open("a+")
+    with writing_to(folder, then):
+        lock = os.fdopen(open_file(folder / LOCK, os.O_RDWR | os.O_CREAT), "r+")
     with lock:
         until = time.monotonic() + LEAVING_S
         while not _locked(lock):
@@ -72,7 +104,7 @@ def only_one(folder: Path) -> Iterator[None]:
                 who = lock.read() or "?"
                 raise InUse(f"process {who} is working on {folder}; wait for it or stop it")
             time.sleep(0.1)
-        with writing_to(folder):
+        with writing_to(folder, then):
             lock.truncate(0)
             lock.write(str(os.getpid()))
             lock.flush()
@@ -88,9 +120,7 @@ def _locked(file: TextIO) -> bool:
 
 
 @contextmanager
-def writing_to(
-    folder: Path, then: str = "Free some space, then go on with --resume", *, intact: str = ""
-) -> Iterator[None]:
+def writing_to(folder: Path, then: str = GO_ON, *, intact: str = "") -> Iterator[None]:
     """Turn a failing disk into one clear message."""
     try:
         yield

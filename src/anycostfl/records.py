@@ -24,7 +24,6 @@ import json
 import os
 import platform
 import re
-import shutil
 import sys
 import time
 import zlib
@@ -41,7 +40,16 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from anycostfl.files import InUse, StorageError, only_one, sync, write_whole, writing_to
+from anycostfl.files import (
+    InUse,
+    StorageError,
+    append_line,
+    only_one,
+    read_file,
+    sync,
+    write_whole,
+    writing_to,
+)
 from anycostfl.registry import own_files
 from anycostfl.types import DeviceRecord, RoundRecord
 
@@ -49,6 +57,7 @@ CONFIG, ENVIRONMENT = "config.toml", "environment.json"
 STATES = {"model": "state", "velocity": "velocity", "public": "public", "moved": "moved"}
 JOURNAL, COPY, TIMING = "rounds.jsonl", "rounds.copy.jsonl", "timing.jsonl"
 WIDTHS, PAGE = "widths.json", "report.html"
+ELSEWHERE = "Choose another --out"
 KEPT_CHECKPOINTS = 2
 
 State = Mapping[str, Tensor]
@@ -102,12 +111,11 @@ class RunWriter:
 
         `files` are checksums of what the run reads besides its configuration.
         """
-        if (folder / CONFIG).exists():
-            raise StorageError(
-                f"{folder} holds a run already; choose another --out, or --resume {folder}"
-            )
-        with writing_to(folder, "Choose another --out"):
+        _check_free(folder)
+        with writing_to(folder, ELSEWHERE):
             folder.mkdir(parents=True, exist_ok=True)
+        with only_one(folder, ELSEWHERE), writing_to(folder, ELSEWHERE):
+            _check_free(folder)  # of two that begin at once, one
             write_whole(
                 folder / ENVIRONMENT, json.dumps(environment(files or {}), indent=2).encode()
             )
@@ -132,9 +140,9 @@ class RunWriter:
         self._last = now
         with writing_to(self.folder):
             line = json.dumps(dataclasses.asdict(record))
-            _append(self.folder / JOURNAL, line)
-            _append(self.folder / COPY, line)
-            _append(self.folder / TIMING, json.dumps(timing))
+            append_line(self.folder / JOURNAL, line)
+            append_line(self.folder / COPY, line)
+            append_line(self.folder / TIMING, json.dumps(timing))
         self._rounds += 1
 
     def checkpoint(self, point: Checkpoint) -> None:
@@ -161,10 +169,18 @@ class RunWriter:
                 old.unlink()
 
 
+def _check_free(folder: Path) -> None:
+    if (folder / CONFIG).exists():
+        raise StorageError(
+            f"{folder} holds a run already; choose another --out, or --resume {folder}"
+        )
+
+
 def checkpoints(folder: Path) -> list[Path]:
     """All checkpoints of a run, newest first."""
-    found = [p for p in folder.glob("checkpoint-*.safetensors") if _rounds_of(p) is not None]
-    return sorted(found, key=lambda path: -(_rounds_of(path) or 0))
+    found = (path for path in folder.glob("checkpoint-*.safetensors") if path.is_file())
+    numbered = [(rounds, path) for path in found if (rounds := _rounds_of(path)) is not None]
+    return [path for _, path in sorted(numbered, reverse=True)]
 
 
 def open_run(
@@ -184,7 +200,7 @@ def open_run(
         lines = "".join(json.dumps(dataclasses.asdict(record)) + "\n" for record in kept)
         with writing_to(folder):
             if len(_lines(folder / JOURNAL, whole=True)) > len(saved.records):
-                shutil.copyfile(folder / JOURNAL, folder / f"{JOURNAL}.damaged")
+                write_whole(folder / f"{JOURNAL}.damaged", read_file(folder / JOURNAL))
             write_whole(folder / COPY, lines.encode())
             write_whole(folder / JOURNAL, lines.encode())
             for left in folder.glob("*.part"):
@@ -215,10 +231,10 @@ def read_run(folder: Path) -> SavedRun:
 
 def read_config(folder: Path) -> str:
     """What was asked of a run, as TOML text."""
-    if (folder / CONFIG).is_symlink():
-        raise StorageError(f"{folder / CONFIG} is a link, which no run writes; it is not followed")
     try:
-        return (folder / CONFIG).read_text(encoding="utf-8")
+        return read_file(folder / CONFIG).decode()
+    except StorageError:
+        raise
     except (OSError, UnicodeDecodeError) as error:
         raise StorageError(f"cannot read {folder / CONFIG}: {error}") from error
 
@@ -242,7 +258,9 @@ def read_journal(
 def _lines(path: Path, *, whole: bool) -> list[bytes]:
     """The lines of a file; without the last if it must be whole and has no end."""
     try:
-        content = path.read_bytes() if path.exists() else b""
+        content = read_file(path) if path.exists() else b""
+    except StorageError:
+        raise
     except OSError as error:
         raise StorageError(f"cannot read {path}: {error}") from error
     return (content[: content.rfind(b"\n") + 1] if whole else content).splitlines()
@@ -392,15 +410,10 @@ def environment(files: Mapping[str, str]) -> dict[str, object]:
 def read_own_files(folder: Path) -> dict[str, str]:
     """The SHA-256 of the user's own files when a run began, as far as it is known."""
     try:
-        kept = json.loads((folder / ENVIRONMENT).read_text()).get("own_files", {})
+        kept = json.loads(read_file(folder / ENVIRONMENT)).get("own_files", {})
     except (OSError, ValueError, AttributeError):
         return {}
     return kept if isinstance(kept, dict) else {}
-
-
-def _append(path: Path, line: str) -> None:
-    with path.open("a") as file:
-        file.write(line + "\n")
 
 
 def totals(records: Sequence[RoundRecord]) -> dict[str, float]:

@@ -55,6 +55,7 @@ class Assignment:
     upload: Upload
     seed: int
     weight: float
+    download: int  # bytes of the sub-model as it is
 
     def job(self, memories: Mapping[int, State], moved: Order, liars: Mapping[int, str]) -> Job:
         """What the device has to know, and how it lies in an experiment with liars."""
@@ -103,7 +104,7 @@ def _assign_one(
         feedback=method.feedback,
     )
     shuffle = draw_seed(config.run.seed, number, device, Purpose.SHUFFLE)
-    return Assignment(position, device, plan, shapes, upload, shuffle, weight)
+    return Assignment(position, device, plan, shapes, upload, shuffle, weight, net.bytes_of(plan))
 
 
 def binding(config: Config, number: int, device: int, plan: WidthPlan) -> bytes:
@@ -180,8 +181,9 @@ def _words(begin: str, text: str) -> str:
 
 
 def one_line(text: str) -> str:
-    """What a device made us say, cut to one line of a sane length."""
-    return " ".join(text[:LONGEST_REASON].split())
+    """What a device made us say, cut to one line of a sane length that no terminal obeys."""
+    line = " ".join(text[:LONGEST_REASON].split())
+    return "".join(letter if letter.isprintable() else "\ufffd" for letter in line)
 
 
 def _decode(method: Method, assignment: Assignment, reply: Reply) -> Update:
@@ -265,7 +267,7 @@ def _describe_device(
         flops_ratio=plan.flops_ratio,
         weight=outcome.assignment.weight,
         bytes_up=len(payload),
-        bytes_down=4 * elements(plan.shapes),
+        bytes_down=outcome.assignment.download,
         wire_bytes_up=outcome.reply.wire_bytes_up,
         wire_bytes_down=outcome.reply.wire_bytes_down,
         binds=tuple(Binds(int(strategies.binds[i])).words()),

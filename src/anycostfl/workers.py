@@ -22,13 +22,14 @@ from multiprocessing.process import BaseProcess
 from typing import Any, Protocol
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor, nn
 
 from anycostfl import methods, models
 from anycostfl.attacks import corrupt
 from anycostfl.coupling import tensors_of
-from anycostfl.errors import AnycostError, BetaError, ConfigError, UpdateError
+from anycostfl.errors import AnycostError, BetaError, ConfigError, PayloadError, UpdateError
 from anycostfl.feedback import encode_with_feedback, no_residual
 from anycostfl.methods import State, Upload
 from anycostfl.shrink import ElasticModel, Order, SubModel
@@ -156,22 +157,29 @@ class DeviceSide:
 
     def work(self, sub: SubModel, samples: tuple[Tensor, Tensor], job: Job) -> Reply:
         """What a device does with its sub-model: train, compress (Sec. III-A.1 and III-A.2)."""
-        self.method.prepare(sub.module, self.net.module)
-        draw = torch.Generator().manual_seed(job.seed)
-        update = train(sub.module, *samples, self.shared.options, draw)
-        if job.lie:
-            update = corrupt(update, job.lie, job.seed)
         try:
+            update = self._train(sub, samples, job)
             if not job.upload.feedback:
                 return Reply(job.device, self.method.encode(update, job.upload))
             residual = job.memory or no_residual(dict(self.net.module.named_parameters()))
             payload, left = encode_with_feedback(
                 self.method, update, job.upload, self._moved(residual, job.moved), sub.plan
             )
-        except (UpdateError, BetaError) as error:
+        except (UpdateError, BetaError, PayloadError) as error:
             return Reply(job.device, error=str(error), memory=job.memory)
         back = {name: order.argsort() for name, order in job.moved.items()}
         return Reply(job.device, payload, memory=self._moved(left, back))
+
+    def _train(self, sub: SubModel, samples: tuple[Tensor, Tensor], job: Job) -> State:
+        self.method.prepare(sub.module, self.net.module)
+        draw = torch.Generator().manual_seed(job.seed)
+        try:
+            update = train(sub.module, *samples, self.shared.options, draw)
+        except ValueError as error:
+            if len(samples[1]) > 1:
+                raise  # a mistake of the model's
+            raise UpdateError(f"one sample is too few for this model: {error}") from error
+        return corrupt(update, job.lie, job.seed) if job.lie else update
 
     def _moved(self, state: State, order: Order) -> State:
         return self.net.permute(state, order) if order else state
@@ -257,6 +265,7 @@ class Pool:
         context.set_forkserver_preload([__name__])
         shared = device_side.shared.in_shared_memory()
         self._pipes: dict[Connection, BaseProcess] = {}
+        self._started = False  # whether one has answered
         for _ in range(workers):
             mine, theirs = context.Pipe()
             process = context.Process(target=_serve, args=(theirs, shared), daemon=True)
@@ -305,7 +314,7 @@ class Pool:
 
     def _send(self, pipe: Connection, task: str, argument: Any) -> None:
         try:
-            pipe.send((task, _with(Tensor.numpy, argument)))
+            pipe.send((task, _with(_to_bytes, argument)))
         except OSError as error:
             raise self._died(pipe) from error
 
@@ -316,7 +325,8 @@ class Pool:
             raise self._died(pipe) from error
         if failure:
             raise WorkerFailed(failure)
-        return _with(torch.from_numpy, result)
+        self._started = True
+        return _with(_to_tensor, result)
 
     def _died(self, pipe: Connection) -> WorkerDied:
         process = self._pipes[pipe]
@@ -324,7 +334,7 @@ class Pool:
         why = (
             'while it started: does the script lack `if __name__ == "__main__":` around what it '
             "runs? Or use one worker"
-            if process.exitcode == 1
+            if process.exitcode == 1 and not self._started
             else "perhaps for lack of memory. Go on with --resume, perhaps with fewer --workers"
         )
         return WorkerDied(f"a worker process died (exit code {process.exitcode}), {why}")
@@ -341,16 +351,16 @@ def _serve(pipe: Connection, shared: Shared) -> None:
             task, argument = pipe.recv()
             result, failure = None, ""
             try:
-                result = getattr(side, task)(_with(torch.from_numpy, argument))
+                result = _with(_to_bytes, getattr(side, task)(_with(_to_tensor, argument)))
             except AnycostError as error:
                 failure = str(error)
             except Exception:
                 failure = traceback.format_exc()
-            pipe.send((_with(Tensor.numpy, result), failure))
+            pipe.send((result, failure))
 
 
 def _with(convert: Callable[[Any], Any], message: Any) -> Any:
-    """A job or reply with every tensor converted, to an array for its way through a pipe and back.
+    """A job or reply with every tensor converted, to bytes for its way through a pipe and back.
 
     A tensor would go as shared memory and hold a file open on both sides for as long as it lives.
     """
@@ -362,6 +372,18 @@ def _with(convert: Callable[[Any], Any], message: Any) -> Any:
         if isinstance(state := getattr(message, item.name), Mapping)
     }
     return replace(message, **states)
+
+
+Sent = tuple[npt.NDArray[np.uint8], torch.dtype, torch.Size]
+
+
+def _to_bytes(tensor: Tensor) -> Sent:
+    return tensor.flatten().view(torch.uint8).numpy(), tensor.dtype, tensor.shape
+
+
+def _to_tensor(sent: Sent) -> Tensor:
+    content, dtype, shape = sent
+    return torch.from_numpy(content).view(dtype).view(shape)
 
 
 def count_workers(asked: int) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -15,7 +16,8 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 from anycostfl.cli._console import emit_json, note, out, say, table
 from anycostfl.config import Config
 from anycostfl.errors import ConfigError, MissingExtra
-from anycostfl.records import PAGE, totals
+from anycostfl.files import writing_to
+from anycostfl.records import ELSEWHERE, PAGE, totals
 from anycostfl.report import draw_curves, summarise, write_page
 from anycostfl.runs import Stopped
 from anycostfl.types import RoundRecord
@@ -37,11 +39,14 @@ MISHAPS = {
 
 
 def free_folder(name: str) -> Path:
-    """runs/NAME-1, or the next number that is free."""
-    number = 1
-    while (folder := Path("runs", f"{name}-{number}")).exists():
-        number += 1
-    return folder
+    """A new folder runs/NAME-1, or the next number that is free."""
+    with writing_to(Path("runs"), ELSEWHERE):
+        for number in itertools.count(1):
+            folder = Path("runs", f"{name}-{number}")
+            with suppress(FileExistsError):
+                folder.mkdir(parents=True)
+                break
+        return folder
 
 
 def longer(before: Stopped, rounds: int | None) -> Stopped:

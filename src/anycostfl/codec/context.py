@@ -93,6 +93,8 @@ class Source:
         """The next matrix."""
         matrix = np.zeros((rows, columns), np.int32)
         _code_integers(matrix, contexts, self.state, self.data, signed, False)
+        if int(self.state[3]) > self.data.size:  # before any work on what is not there
+            raise PayloadError(f"the coded integers go on beyond their {self.data.size} bytes")
         return matrix
 
     def finish(self) -> None:

@@ -27,6 +27,7 @@ MAGIC = b"ACFS"
 MAX_SYMBOLS = 2**24
 NEARLY = 0.995  # a payload this full is full
 TRIES = 24
+LARGEST = np.finfo(np.float32).max  # an element rounded up beyond float32 is this
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -129,7 +130,7 @@ def _spread(kept: Bools, integers: Integers, unit: np.float32, flat: Floats) -> 
     at = 0
     for i in range(kept.size):
         if kept[i]:
-            flat[i] = np.float32(integers[at]) * unit
+            flat[i] = min(max(np.float32(integers[at]) * unit, -LARGEST), LARGEST)
             at += 1
 
 

@@ -326,14 +326,14 @@ def wire_bytes(message: Message) -> int:
 def pack_weights(net: ElasticModel, state: Mapping[str, Tensor], plan: WidthPlan) -> bytes:
     """Only what a sub-model holds of a global state, one tensor after the other."""
     parts = net.take(state, plan)
-    return b"".join(raw_bytes(parts[name]) for name in _own_names(net, plan))
+    return b"".join(raw_bytes(parts[name]) for name in net.own_names())
 
 
 def unpack_weights(
     net: ElasticModel, like: Mapping[str, Tensor], plan: WidthPlan, weights: bytes
 ) -> dict[str, Tensor]:
     """The tensors of a sub-model; `like` gives the types."""
-    names = _own_names(net, plan)
+    names = net.own_names()
     sizes = [math.prod(plan.shapes[n]) * like[n].element_size() for n in names]
     if len(weights) != sum(sizes):
         raise MessageError(
@@ -346,11 +346,6 @@ def unpack_weights(
         state[name] = _tensor(data, like[name].dtype, plan.shapes[name])
         start += size
     return state
-
-
-def _own_names(net: ElasticModel, plan: WidthPlan) -> list[str]:
-    """Every tensor under its first name only."""
-    return [name for name in plan.shapes if net.coupling.aliases[name] == name]
 
 
 def pack_state(state: State) -> ArrayRecord:

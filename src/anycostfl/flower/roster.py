@@ -290,7 +290,7 @@ class Roster:
             self._renew(message)
         elif message.has_error():
             self._unfit[asked[0]] = message.error.reason or "no reason given"
-            log(INFO, "node %s did not answer: %s", asked[0], message.error.reason)
+            log(INFO, "node %s did not answer: %s", asked[0], one_line(self._unfit[asked[0]]))
         else:
             del self._asked[name]
             self._welcome(asked[0], message)
@@ -326,7 +326,7 @@ class Roster:
         """Ask a node no more whose offer cannot be read, until it connects anew."""
         asked = self._asked.pop(spoilt.name, None)
         if asked is not None:
-            log(WARNING, "node %s is refused: %s", asked[0], spoilt.why)
+            log(WARNING, "node %s is refused: %s", asked[0], one_line(spoilt.why))
             self._ignored.add(asked[0])
             self._unfit[asked[0]] = spoilt.why
 
@@ -353,7 +353,7 @@ class Roster:
             log(INFO, "node %s waits: %s", node, error)  # it is asked again
             return
         except (MessageError, Taken) as error:
-            log(WARNING, "node %s is refused: %s", node, error)
+            log(WARNING, "node %s is refused: %s", node, one_line(str(error)))
             self._ignored.add(node)
             self._unfit[node] = str(error)
             content = pack_refusal(str(error))

@@ -53,14 +53,16 @@ def encode(update: State, upload: Upload) -> bytes:
 
     budget = byte_budget(upload.beta, flat.size)
     # About three elements that are not drawn as zero fit into two bytes.
-    mean = max(float(np.abs(flat).mean()), 1e-30) if flat.size else 1.0
+    with np.errstate(over="ignore"):  # of numbers that large the search finds its way from 0
+        mean = max(float(np.abs(flat).mean()), 1e-30) if flat.size else 1.0
     start = 1.5 * budget / max(flat.size, 1) * float(np.abs(flat).max(initial=0.0)) / mean
     return fill(budget, FINENESS * start, FINENESS * MAX_LEVELS, payload_of)
 
 
 def quantize(flat: Floats, levels: float, chance: Floats) -> Sparse:
     """Every element on `levels` levels of the largest; those drawn as zero are left out."""
-    unit = np.float32(np.abs(flat).max(initial=0.0) / levels) if levels else np.float32(0.0)
+    with np.errstate(over="ignore"):  # a level beyond float32 is none
+        unit = np.float32(np.abs(flat).max(initial=0.0) / levels) if levels else np.float32(0.0)
     if not 0 < unit < np.inf:
         return Sparse.nothing(flat.size)
     scaled = np.abs(flat) / unit

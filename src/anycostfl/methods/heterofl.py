@@ -16,6 +16,7 @@ methods share here.
 from __future__ import annotations
 
 from functools import partial
+from typing import cast
 
 import numpy as np
 from torch import Tensor, nn
@@ -53,7 +54,7 @@ def prepare(module: nn.Module, whole: nn.Module) -> None:
     """Scale the output of every layer that was cut by one over its remaining width, in training."""
     for name, layer in module.named_modules():
         if isinstance(layer, nn.Conv2d | nn.Linear):
-            full = whole.get_parameter(f"{name}.weight").shape[0]
+            full = cast("nn.Linear", whole.get_submodule(name)).weight.shape[0]
             if layer.weight.shape[0] < full:
                 layer.register_forward_hook(partial(_scale, full / layer.weight.shape[0]))
 

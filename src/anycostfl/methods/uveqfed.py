@@ -20,7 +20,7 @@ import numpy as np
 from anycostfl.codec.arrays import Doubles, Floats, Ints
 from anycostfl.codec.flat import all_of
 from anycostfl.codec.frame import bond
-from anycostfl.codec.sparse import Layout, Ranked, Sparse, unpack_sparse
+from anycostfl.codec.sparse import LARGEST, Layout, Ranked, Sparse, unpack_sparse
 from anycostfl.methods import Method, Shapes, State, Upload, elements
 from anycostfl.methods._common import encode_largest, full_width_at, weigh_by_samples
 from anycostfl.types import Update
@@ -88,8 +88,7 @@ def dequantize(sparse: Sparse, binding: bytes) -> Floats:
     for begin in range(0, len(pairs), CHUNK):  # a lattice point takes ten times its element
         chunk = pairs[begin : begin + CHUNK]
         points = sparse.scalars[0] * (chunk @ BASIS - _inside(random, len(chunk)))
-        with np.errstate(over="ignore"):  # what does not fit float32 is refused as not finite
-            values[2 * begin : 2 * (begin + len(chunk))] = points.ravel()
+        values[2 * begin : 2 * (begin + len(chunk))] = np.clip(points.ravel(), -LARGEST, LARGEST)
     flat = np.zeros(sparse.kept.size, np.float32)
     flat[sparse.kept] = values[: np.count_nonzero(sparse.kept)]
     return flat

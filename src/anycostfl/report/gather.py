@@ -17,6 +17,7 @@ import numpy as np
 
 from anycostfl.config import parse_config
 from anycostfl.errors import ConfigError
+from anycostfl.files import read_file
 from anycostfl.records import CONFIG, ENVIRONMENT, JOURNAL, TIMING, WIDTHS, read_journal, refusals
 from anycostfl.report.summary import summarise
 from anycostfl.types import Binds, DeviceRecord, RoundRecord
@@ -144,16 +145,11 @@ def _text(path: Path, remarks: list[str]) -> str:
         remarks.append(f"{path.name} is a link and was passed over")
         return ""
     try:
-        content = _start_of(path)
+        content = read_file(path, LARGEST_FILE)
     except OSError as error:
-        remarks.append(f"{path.name} cannot be read ({error.strerror})")
+        remarks.append(f"{path.name} cannot be read ({error.strerror or error})")
         return ""
     return content.decode("utf-8", "replace")
-
-
-def _start_of(path: Path) -> bytes:
-    with path.open("rb") as file:
-        return file.read(LARGEST_FILE)
 
 
 def _asked(config: str, remarks: list[str]) -> Asked:
@@ -239,7 +235,7 @@ def _wall_s(path: Path, rounds: int) -> float | None:
     if path.is_symlink() or not path.is_file():
         return None
     try:
-        lines = _start_of(path).splitlines()
+        lines = read_file(path, LARGEST_FILE).splitlines()
         seconds = {item["round"]: float(item["seconds"]) for item in map(json.loads, lines)}
         total = sum(seconds[number] for number in range(rounds))
     except (OSError, ValueError, TypeError, LookupError, RecursionError, OverflowError):

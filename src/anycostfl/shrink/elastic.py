@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from math import prod
 from typing import Any
 
 import numpy as np
@@ -92,6 +93,15 @@ class ElasticModel:
         """What a sub-model of factor α keeps."""
         state, rule = tensors_of(self.module), RULES[self.rule]
         return make_plan(self.coupling, self._recipe.dials, state, alpha, rule)
+
+    def own_names(self) -> list[str]:
+        """Every tensor under its first name only, tied ones once."""
+        return [name for name, first in self.coupling.aliases.items() if name == first]
+
+    def bytes_of(self, plan: WidthPlan) -> int:
+        """What a sub-model takes as it is."""
+        state = tensors_of(self.module)
+        return sum(prod(plan.shapes[n]) * state[n].element_size() for n in self.own_names())
 
     def blocks(self) -> dict[str, int]:
         """For every matrix whose inputs come in blocks: how many one channel owns (after flatten).
