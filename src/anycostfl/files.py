@@ -53,8 +53,8 @@ def refuse_special(path: Path) -> None:
         raise StorageError(f"{path} is there and is not a file; choose another name")
 
 
-def open_file(path: Path, flags: int) -> int:
-    """A descriptor of a file itself: no link is followed, no pipe waited for."""
+def no_link(path: str | Path, flags: int) -> int:
+    """For `open(…, opener=no_link)`: no link is followed, no pipe waited for."""
     try:
         descriptor = os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK, 0o666)
     except OSError as error:
@@ -69,13 +69,13 @@ def open_file(path: Path, flags: int) -> int:
 
 def read_file(path: Path, most: int = -1) -> bytes:
     """What a file holds, or the first bytes of it."""
-    with os.fdopen(open_file(path, os.O_RDONLY), "rb") as file:
+    with open(path, "rb", opener=no_link) as file:
         return file.read(most)
 
 
 def append_line(path: Path, line: str) -> None:
     """Add a line to a file, which need not be there yet."""
-    with os.fdopen(open_file(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT), "a") as file:
+    with open(path, "a", opener=no_link) as file:
         file.write(line + "\n")
 
 
@@ -95,10 +95,10 @@ def only_one(folder: Path, then: str = GO_ON) -> Iterator[None]:
     Whoever is on the way out gets a moment to leave.
     """
     with writing_to(folder, then):
-        lock = os.fdopen(open_file(folder / LOCK, os.O_RDWR | os.O_CREAT), "r+")
+        lock = open(folder / LOCK, "a+", opener=no_link)  # noqa: SIM115 - closed below
     with lock:
         until = time.monotonic() + LEAVING_S
-        while not _locked(lock):
+        while not lock_of(lock):
             if time.monotonic() > until:
                 lock.seek(0)
                 who = lock.read() or "?"
@@ -111,7 +111,8 @@ def only_one(folder: Path, then: str = GO_ON) -> Iterator[None]:
         yield
 
 
-def _locked(file: TextIO) -> bool:
+def lock_of(file: TextIO) -> bool:
+    """Take the lock of an open file, unless another process holds it."""
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:

@@ -16,7 +16,7 @@ from anycostfl.compare import CannotCompare, Case, Records, Series
 from anycostfl.config import Config, load_preset
 from anycostfl.errors import ConfigError
 from anycostfl.experiment import settle
-from anycostfl.files import only_one, writing_to
+from anycostfl.files import no_link, only_one, writing_to
 from anycostfl.workers import count_workers
 
 EVERY = 10  # rounds between two lines of progress
@@ -106,7 +106,7 @@ def go_on_alone(folder: Path) -> None:
     """Start the same command without --background, detached, its words in a file."""
     with writing_to(folder, OTHERWISE):
         folder.mkdir(parents=True, exist_ok=True)
-        log = (folder / "log.txt").open("a")
+        log = open(folder / "log.txt", "a", opener=no_link)  # noqa: SIM115 - closed below
     again = [word for word in sys.argv[1:] if word != "--background"]
     with log:
         process = subprocess.Popen(  # noqa: S603 - this very program

@@ -10,7 +10,6 @@ and goes on at the last finished round. Whatever happens to this process, the ot
 
 from __future__ import annotations
 
-import fcntl
 import hashlib
 import logging
 import os
@@ -35,6 +34,7 @@ from flwr.supercore.fab import Fab
 from flwr.supercore.interceptors.http.runtime_version import RuntimeVersionHttpInterceptor
 
 from anycostfl.errors import AnycostError, ConfigError
+from anycostfl.files import lock_of, no_link
 from anycostfl.flower.keys import KeyFolder, public_key
 from anycostfl.flower.numbers import note_nodes
 from anycostfl.flower.orphans import PARENT
@@ -88,7 +88,7 @@ def open_link(serving: Serving) -> Iterator[Link]:
     """Start the SuperLink, ready for devices; stop everything at the end."""
     home = serving.folder / "flower"
     home.mkdir(parents=True, exist_ok=True)
-    with serving.log.open("ab") as file:
+    with open(serving.log, "ab", opener=no_link) as file:
         process = subprocess.Popen(  # noqa: S603 - our own interpreter and module
             [sys.executable, "-m", "anycostfl.flower.superlink", *_options(serving)],
             env=_environment(home),
@@ -288,11 +288,8 @@ def check_port(host: str, port: int) -> None:
 
 def _is_at_work(folder: Path, run_id: int, began: float) -> bool:
     """Whether the server app of this run holds the run directory, or is still coming up."""
-    path = folder / LOCK
-    with path.open("a+") as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
+    with open(folder / LOCK, "a+", opener=no_link) as file:
+        if not lock_of(file):
             return True
         file.seek(0)
         came_up = file.read() == str(run_id)
@@ -304,7 +301,7 @@ def _await_release(folder: Path) -> None:
     until = time.monotonic() + STOP_S
     path = folder / LOCK
     while path.exists() and time.monotonic() < until:
-        with path.open("a+") as file, suppress(BlockingIOError):
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            return
+        with open(path, "a+", opener=no_link) as file:
+            if lock_of(file):
+                return
         time.sleep(LOOK_S)

@@ -10,14 +10,13 @@ Flower's `Strategy.start` is not used: it waits in steps of three seconds and ca
 
 from __future__ import annotations
 
-import fcntl
 import json
 import os
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
-from logging import ERROR, INFO, WARNING, FileHandler, Formatter, getLogger
+from logging import ERROR, INFO, WARNING, Formatter, StreamHandler, getLogger
 from pathlib import Path
 
 from flwr.app import Context
@@ -28,6 +27,7 @@ from flwr.serverapp import Grid, ServerApp
 from anycostfl.config import Config
 from anycostfl.coupling import tensors_of
 from anycostfl.errors import AnycostError
+from anycostfl.files import append_line, lock_of, no_link, write_whole
 from anycostfl.flower.broadcast import Chain
 from anycostfl.flower.messages import Ask, Task, pack_weights
 from anycostfl.flower.numbers import Numbers
@@ -71,7 +71,7 @@ def main(grid: Grid, context: Context) -> None:
                 log(INFO, "round %d is done", turn.record.round + 1)
         except AnycostError as error:
             with suppress(OSError):  # a full disk, perhaps
-                (folder / FAILURE).write_text(str(error))
+                write_whole(folder / FAILURE, str(error).encode())
             raise
         except Exception:
             log(ERROR, "the server app died", exc_info=True)
@@ -80,7 +80,7 @@ def main(grid: Grid, context: Context) -> None:
 
 def log_to(path: Path) -> None:
     """Write down what is said here: Flower shows nobody what a server app prints."""
-    handler = FileHandler(path, delay=True)
+    handler = StreamHandler(open(path, "a", opener=no_link))  # noqa: SIM115 - for good
     handler.setFormatter(Formatter("%(asctime)s %(levelname)s %(message)s"))
     getLogger("flwr").addHandler(handler)
 
@@ -98,10 +98,9 @@ def read_terms(table: UserConfig) -> Terms:
 @contextmanager
 def sole_server(folder: Path, run_id: int) -> Iterator[None]:
     """Hold the run directory; the lock goes when the process does, however it ends."""
-    with (folder / LOCK).open("a+") as file:
+    with open(folder / LOCK, "a+", opener=no_link) as file:
         for _ in range(TRIES):  # whoever watches the run holds the lock for a moment, too
-            with suppress(BlockingIOError):
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if lock_of(file):
                 break
             time.sleep(0.1)
         else:
@@ -252,5 +251,5 @@ class Pace:
     def end(self) -> None:
         """The round is over."""
         if self._path is not None:
-            with suppress(OSError), self._path.open("a") as file:
-                file.write(json.dumps(self._seconds) + "\n")
+            with suppress(OSError):
+                append_line(self._path, json.dumps(self._seconds))
