@@ -26,10 +26,20 @@ from anycostfl.downlink import (
 from anycostfl.experiment import prepare
 from anycostfl.fleet import Cohort
 from anycostfl.methods import State
-from anycostfl.rounds import Assignment, Outcome, accepted, assign, describe, screen
+from anycostfl.rounds import (
+    Assignment,
+    Outcome,
+    accepted,
+    assign,
+    describe,
+    evaluate,
+    is_due,
+    screen,
+)
 from anycostfl.runs import Snapshot
 from anycostfl.shrink import Order
 from anycostfl.types import DeviceRecord, RoundRecord, Strategies
+from anycostfl.workers import Executor
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -98,6 +108,10 @@ class Server:
         state, self.velocity = advance(tensors_of(net.module), updates, rules, self.velocity)
         net.load(state)
         return outcomes
+
+    def accuracy(self, number: int, executor: Executor) -> float | None:
+        """Of the global model, after rounds that end with an evaluation."""
+        return evaluate(self.side, executor) if is_due(self.config, number) else None
 
     def downloads(self, cohort: Cohort) -> dict[int, int]:
         """What every device of a cohort is sent, if there is a public model."""

@@ -15,7 +15,7 @@ from anycostfl.config import Config, profiles_of
 from anycostfl.experiment import settle
 from anycostfl.fleet import choose, draw_cohort
 from anycostfl.methods import State
-from anycostfl.rounds import evaluate, is_due, receive
+from anycostfl.rounds import receive
 from anycostfl.runs import Snapshot, Turn, Turns
 from anycostfl.server import Server
 from anycostfl.types import RoundRecord
@@ -65,7 +65,7 @@ def _play(server: Server, workers: int, memories: dict[int, State]) -> Turns:
                 outcomes = server.absorb(outcomes)
                 memories |= {o.reply.device: o.reply.memory for o in outcomes if o.reply.memory}
 
-                accuracy = evaluate(side, executor) if is_due(config, number) else None
+                accuracy = server.accuracy(number, executor)
                 downloads = server.downloads(cohort)
                 record = server.close(planned, outcomes, accuracy, downloads=downloads)
             yield Turn(record, server.snapshot(number, memories))

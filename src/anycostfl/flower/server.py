@@ -34,7 +34,7 @@ from anycostfl.flower.numbers import Numbers
 from anycostfl.flower.orphans import end_with_parent
 from anycostfl.flower.post import PostOffice, quicken
 from anycostfl.flower.roster import Roster, Terms
-from anycostfl.rounds import Outcome, evaluate, is_due, receive
+from anycostfl.rounds import Outcome, receive
 from anycostfl.runs import Snapshot, Turn, Turns, check_engine, keep, take_up
 from anycostfl.server import Round, Server
 from anycostfl.types import DeviceRecord
@@ -140,9 +140,7 @@ def play(
             gathered = roster.gather(number, least, server.bench)
             pace.lap("gather_s")
             planned = server.plan(number, gathered.cohort, gathered.drawn)
-            tasks = make_tasks(server, roster.ask(number), planned)
-            if server.step:
-                tasks = [by_steps(task, chain, gathered.holds) for task in tasks]
+            tasks = make_tasks(server, roster.ask(number), planned, chain, gathered.holds)
             pace.lap("plan_s")
 
             answers = roster.perform(tasks)
@@ -155,8 +153,7 @@ def play(
             outcomes = server.absorb(enough(outcomes, terms.min_replies))
             pace.lap("aggregate_s")
 
-            due = is_due(config, number)
-            accuracy = evaluate(server.side, InProcess(server.side)) if due else None
+            accuracy = server.accuracy(number, InProcess(server.side))
             record = server.close(
                 planned,
                 outcomes,
@@ -171,10 +168,12 @@ def play(
             pace.end()
 
 
-def make_tasks(server: Server, ask: Ask, planned: Round) -> list[Task]:
-    """What each device is sent: only the channels of its sub-model, or none where it gets steps."""
+def make_tasks(
+    server: Server, ask: Ask, planned: Round, chain: Chain, holds: Mapping[int, bytes]
+) -> list[Task]:
+    """What each device is sent: the channels of its sub-model, or the steps that it has missed."""
     net, state = server.net, tensors_of(server.net.module)
-    return [
+    tasks = [
         Task(
             ask=ask,
             device=a.device,
@@ -187,11 +186,9 @@ def make_tasks(server: Server, ask: Ask, planned: Round) -> list[Task]:
         )
         for a in planned.assignments
     ]
-
-
-def by_steps(task: Task, chain: Chain, holds: Mapping[int, bytes]) -> Task:
-    """The task with the steps that its device has missed."""
-    return replace(task, download=chain.since(holds.get(task.device, b"")))
+    if not server.step:
+        return tasks
+    return [replace(t, download=chain.since(holds.get(t.device, b""))) for t in tasks]
 
 
 def enough(outcomes: list[Outcome], least: int) -> list[Outcome]:

@@ -27,8 +27,8 @@ from anycostfl.fleet import choose
 from anycostfl.flower.broadcast import Chain
 from anycostfl.flower.messages import Ask, MessageError, Offer, Task, read_offer, wire_bytes
 from anycostfl.flower.roster import ASK_S, answer_to, as_missing, cohort_of
-from anycostfl.flower.server import by_steps, make_tasks
-from anycostfl.rounds import evaluate, is_due, receive
+from anycostfl.flower.server import make_tasks
+from anycostfl.rounds import receive
 from anycostfl.server import Round, Server
 from anycostfl.types import RoundRecord
 from anycostfl.workers import InProcess
@@ -83,10 +83,8 @@ class AnycostStrategy(Strategy):
             log(WARNING, "no device is there; the round changes nothing")
             return []
         planned = server.plan(number, cohort_of([nodes[i][1] for i in chosen]), drawn)
-        made = make_tasks(server, ask, planned)
-        if server.step:
-            holds = {device: offer.holds for device, (_, offer) in nodes.items()}
-            made = [by_steps(task, self._chain, holds) for task in made]
+        holds = {device: offer.holds for device, (_, offer) in nodes.items()}
+        made = make_tasks(server, ask, planned, self._chain, holds)
         tasks = {nodes[task.device][0]: task for task in made}
         letters = [
             Message(task.pack(), node, MessageType.TRAIN, group_id=str(number))
@@ -118,8 +116,7 @@ class AnycostStrategy(Strategy):
         server = self._server
         replied = (answer.reply for answer in answers)
         outcomes = server.absorb(receive(server.method, sent.planned.assignments, replied))
-        due = is_due(self.config, number)
-        accuracy = evaluate(server.side, InProcess(server.side)) if due else None
+        accuracy = server.accuracy(number, InProcess(server.side))
         downloads = {task.device: task.size for task in sent.tasks.values()}
         record = server.close(sent.planned, outcomes, accuracy, downloads=downloads)
         self.records.append(record)
