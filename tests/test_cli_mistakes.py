@@ -21,7 +21,7 @@ from small_runs import small_overrides
 @pytest.mark.parametrize(
     ("words", "told"),
     [
-        (["data", "--plot", "/none/x.png"], "figure: given /none/x.png"),
+        (["data", "--plot", "/dev/null/x.png"], "figure: given /dev/null/x.png"),
         (["data", "--plot", "x.foo"], "figure: given x.foo"),
         (["inspect", "--model", "torch.nn:Linear", "--input", "3"], "make() needs no arguments"),
         (["inspect", "--model", "raises:make", "--input", "3"], "KeyError: 'weights'"),
@@ -53,8 +53,14 @@ from small_runs import small_overrides
         (["compare", "demo", "--out", "raises.py/x", "--background"], "Choose another --out"),
         (["compare", "demo", "--show", "--out", "latin1"], "holds no run of this"),
         (["run", "demo", "--out", "raises.py"], "Choose another --out"),
-        (["report", "journal"], "cannot read journal/rounds.jsonl"),
+        (["report", "journal"], "journal/rounds.jsonl is not a file"),
         (["join", "localhost", "--device", "0", "--insecure"], "SERVER: given 'localhost'"),
+        (["join", "http://a:1", "--device", "0", "--insecure"], "SERVER: given 'http://a:1'"),
+        (["serve", "--insecure", "--set", "attack.kind=scale"], "only simulated devices lie"),
+        (["fleet", "--set", "fleet.cohort=6"], "fleet.cohort: given 6, allowed up to 4"),
+        (["profile", "--out", "no/x.toml"], "--out: there is no folder no"),
+        (["compare", "demo", "--rates", "abc", "--background"], "--rates: given 'abc'"),
+        (["run", "demo", "--set", "model.name=tiny"], "(one of your own needs ANYCOSTFL_PATH"),
         (["join", "localhost:1", "--device", "-1", "--insecure"], "--device"),
     ],
 )
@@ -74,6 +80,24 @@ def test_a_mistake_of_serve_leaves_no_folder_behind(call: Call) -> None:
     code, _, message = call(*words, "--deadline-s", "-1")
     assert (code, Path("x").exists()) == (2, False)
     assert "--deadline-s: given -1, allowed above 0" in message
+
+
+def test_a_serve_that_cannot_begin_leaves_no_folder_behind(
+    call: Call, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("ANYCOSTFL_DATA", raising=False)
+    words = ["serve", "cifar10-iid", "--insecure", "--port", "19443", "--set", "data.path=nowhere"]
+    code, _, message = call(*words)
+    assert (code, Path("runs").exists()) == (2, False)
+    assert "is not in nowhere" in message
+
+
+def test_who_trusts_something_else_than_a_certificate_is_told_so(call: Call) -> None:
+    call("keys", "--out", "k", "--host", "localhost", "pi")
+    words = ["join", "localhost:1", "--device", "0", "--key", "k/devices/pi"]
+    code, _, message = call(*words, "--trust", "k/devices/pi", "--patience-s", "1")
+    assert code == 2
+    assert "--trust: given k/devices/pi, which holds no certificate" in message
 
 
 def test_any_path_is_shown_as_it_is_and_nothing_but_a_file_is_replaced(

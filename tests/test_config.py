@@ -248,6 +248,9 @@ def test_files_that_a_preset_names_lie_beside_it_or_where_the_command_runs(
     (here / "other.npz").touch()
     assert config.load_preset(str(folder / "other.toml")).data.name == str(here / "other.npz")
     assert config.load_preset("demo", ["data.name=other.npz"]).data.name == str(here / "other.npz")
+    (here / "images").mkdir()
+    assert config.load_preset("demo", ["data.path=images"]).data.path == str(here / "images")
+    assert config.load_preset("demo", ["data.path=elsewhere"]).data.path == "elsewhere"
     with pytest.raises(UnknownName, match=f"there is no file board.toml in {here}"):
         config.load_profile("board.toml")
 

@@ -22,7 +22,7 @@ from anycostfl import methods
 from anycostfl.codec import compress
 from anycostfl.codec.dense import pack_dense
 from anycostfl.config import Config
-from anycostfl.errors import AnycostError
+from anycostfl.errors import AnycostError, ConfigError
 from anycostfl.experiment import prepare, settle
 from anycostfl.flower import messages, roster, server
 from anycostfl.flower.messages import MessageError
@@ -481,6 +481,26 @@ def test_an_exception_on_a_device_is_its_own_failure(tmp_path: Path) -> None:
     assert [d.status for d in turn.record.devices] == [
         "ok", "failed: out of memory", "missing: out of memory", "ok", "ok",
     ]  # fmt: skip
+
+
+def test_an_attack_that_would_not_take_place_is_refused(tmp_path: Path) -> None:
+    config = small_config(tmp_path, "attack.kind=scale")
+    with pytest.raises(ConfigError, match="only simulated devices lie"):
+        next(server.play(config, LocalGrid(5), QUICK))
+    with pytest.raises(ConfigError, match="only simulated devices lie"):
+        AnycostStrategy(config)
+
+
+def test_who_sits_out_is_named_with_the_budgets_that_would_do(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    poor = ("fleet.energy_min_j=1e-9", "fleet.energy_max_j=1e-9", "run.rounds=1")
+    config = small_config(tmp_path, *poor, "fleet.devices=5", "fleet.cohort=5")
+    logging.getLogger("flwr").addHandler(caplog.handler)
+    list(server.play(config, LocalGrid(5), QUICK))
+    told = {r.getMessage() for r in caplog.records if "sits out" in r.getMessage()}
+    assert len(told) == 5
+    assert all(" (radio); it needs " in line for line in told)
 
 
 def test_how_long_each_device_worked_is_kept_and_who_is_slow_is_named_once(

@@ -10,13 +10,17 @@ import math
 import os
 import re
 import signal
+import socket
+import struct
 import subprocess
 import threading
 import tracemalloc
 import zlib
 from collections.abc import Callable, Iterator
 from decimal import Decimal
+from http import HTTPStatus
 from pathlib import Path
+from typing import Any, cast
 
 import pytest
 from hypothesis import given
@@ -352,6 +356,18 @@ def ask(
         return answer.status, answer.headers, answer.read()
     finally:
         connection.close()
+
+
+def test_a_browser_that_leaves_early_is_no_mistake(
+    server: LiveServer, capfd: pytest.CaptureFixture[str]
+) -> None:
+    for _ in range(5):
+        with socket.create_connection(cast("Any", server.server_address[:2])) as browser:
+            browser.sendall(b"GET / HTTP/1.0\r\nHost: 127.0.0.1\r\n\r\n")
+            reset = struct.pack("ii", 1, 0)  # close at once, whatever is still on its way
+            browser.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, reset)
+    assert ask(server, "/data")[0] == HTTPStatus.OK
+    assert "Traceback" not in capfd.readouterr().err
 
 
 def test_the_server_answers_anew_only_when_a_round_was_added(

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from anycostfl.checks import Interval, OneOf, check_fields
+from anycostfl.errors import ConfigError
 
 Values = Mapping[str, Tensor]
 LIARS = 301  # the purpose of the generator that chooses them
@@ -64,6 +65,14 @@ class Attack:
 
     def __post_init__(self) -> None:
         check_fields(self)
+
+
+def check_honest(attack: Attack) -> None:
+    """Refuse an attack where it would not take place: only simulated devices lie."""
+    if attack.kind != "none":
+        raise ConfigError(
+            [f"attack.kind: given {attack.kind}, allowed none: only simulated devices lie"]
+        )
 
 
 def liars(attack: Attack, devices: int, seed: int) -> dict[int, str]:

@@ -29,6 +29,7 @@ from anycostfl.checks import Count, Interval, OneOf, Positive, check_fields, rul
 from anycostfl.codec import CODECS
 from anycostfl.codec.frame import OVERHEAD
 from anycostfl.errors import ConfigError, UnknownName
+from anycostfl.registry import looked
 from anycostfl.shrink import ElasticModel
 from anycostfl.types import Caps, FleetSpec, Limits, Profile, Workload
 
@@ -83,7 +84,7 @@ class Model:
         name, known = values.get("name"), models.names()
         if name is None or name in known:
             return []
-        return [f"name: given {name!r}, allowed {', '.join(known)}"]
+        return [f"name: given {name!r}, allowed {', '.join(known)}{looked()}"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -329,6 +330,8 @@ def _find_in(folder: Path, table: dict[str, Any]) -> None:
     data, fleet = table.get("data"), table.get("fleet")
     if isinstance(data, dict) and "name" in data:
         data["name"] = there(data["name"])
+    if isinstance(data, dict) and isinstance(path := data.get("path"), str) and path:
+        data["path"] = str((folder / path).resolve()) if (folder / path).is_dir() else path
     if isinstance(fleet, dict) and isinstance(fleet.get("profiles"), list):
         fleet["profiles"] = [there(name) for name in fleet["profiles"]]
 

@@ -155,7 +155,9 @@ def _folders(path: str, usual: Sequence[str], names: Sequence[str]) -> Iterator[
 
 
 def _there(path: str) -> str:
-    return f"in {path}" if path else "on this machine"
+    given = os.environ.get("ANYCOSTFL_DATA")
+    also = f" (looked in ANYCOSTFL_DATA={given} too)" if given else ""
+    return f"in {path}" if path else f"on this machine{also}"
 
 
 def _unreadable(file: Traversable, error: Exception) -> ConfigError:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 import os
 import re
 import statistics
@@ -452,7 +453,7 @@ def widest(trained: Trained, limit: Limit, format_name: str) -> Width:
     if limit.cost(narrowest) > limit.amount:
         raise InfeasibleBudget(
             f"nothing fits into {limit.amount:g} {limit.unit}: the narrowest sub-model (alpha = "
-            f"{least:.4g}) takes {limit.cost(narrowest):.3g} {limit.unit}; allow at least that"
+            f"{least:.4g}) takes {_up(limit.cost(narrowest))} {limit.unit}; allow at least that"
         )
     low, high = 0, len(alphas)  # the one at `low` fits, the one at `high` is too wide
     while high - low > 1:
@@ -465,6 +466,12 @@ def widest(trained: Trained, limit: Limit, format_name: str) -> Width:
         while low > 0 and limit.cost(found := probe(alphas[low])) > limit.amount:
             low -= 1
     return found if low > 0 else narrowest
+
+
+def _up(amount: float) -> str:
+    """Three digits, rounded up: whoever allows that much has allowed enough."""
+    digits = 2 - math.floor(math.log10(amount)) if amount > 0 else 0
+    return f"{math.ceil(amount * 10**digits - 1e-9) / 10**digits:g}"
 
 
 def _probe(trained: Trained, limit: Limit, format_name: str, alpha: float) -> Width:

@@ -63,7 +63,7 @@ def no_link(path: str | Path, flags: int) -> int:
         raise StorageError(f"{path} is a link, which no run writes; it is not followed") from error
     if not stat.S_ISREG(os.fstat(descriptor).st_mode):
         os.close(descriptor)
-        raise StorageError(f"{path} is there and is not a file; choose another name")
+        raise StorageError(f"{path} is not a file, and a run writes nothing else")
     return descriptor
 
 

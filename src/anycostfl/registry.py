@@ -68,6 +68,12 @@ def load_file(package: str, module: str, constant: str) -> ModuleType:
 
 def unknown(what: str, name: str, known: Sequence[str]) -> UnknownName:
     """The error for a name that no file has."""
+    return UnknownName(f"no {what} {name!r}; there are {', '.join(known)}{looked()}")
+
+
+def looked() -> str:
+    """Where files of one's own were looked for, or how to name such a place."""
     where = os.environ.get(VARIABLE)
-    looked = f" (looked in {VARIABLE}={where} too)" if where else ""
-    return UnknownName(f"no {what} {name!r}; there are {', '.join(known)}{looked}")
+    if where:
+        return f" (looked in {VARIABLE}={where} too)"
+    return f" (one of your own needs {VARIABLE}, docs/extend.md)"

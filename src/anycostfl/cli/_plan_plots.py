@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import suppress
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -155,6 +154,4 @@ def _panels(count: int, title: str) -> tuple[Figure, Sequence[Axes]]:
 
 def _save(figure: Figure, file: Path, note: str) -> None:
     figure.supxlabel(note, fontsize=8, color="0.35")
-    with suppress(OSError):  # told by what follows
-        file.parent.mkdir(parents=True, exist_ok=True)
     save(figure, file)

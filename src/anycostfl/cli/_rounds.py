@@ -24,7 +24,7 @@ from anycostfl.types import RoundRecord
 
 WHAT_WOULD_DO = (
     "`anycostfl plan --preset …` says what budgets would do (fleet.latency_s, fleet.energy_min_j, "
-    "fleet.energy_max_j)"
+    "fleet.energy_max_j; of real devices --latency-s and --energy-j of `join`)"
 )
 
 MISHAPS = {

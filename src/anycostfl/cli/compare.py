@@ -84,12 +84,12 @@ def compare(
     chosen = names_of(method_names, methods.names(), methods.load)
     name = Path(preset).stem
     folder = out_dir or Path("runs", f"compare-{name}")
-    if background:
-        go_on_alone(folder)
-        return
     goal = config.run.target_accuracy
     enough = lasted(config.run.rounds) if full else reached(goal)
     series = series_in(folder, workers, (rates, trial), only_show=only_show, quiet=json)
+    if background:
+        go_on_alone(folder)
+        return
     with working_on(series):
         found = {m: _runs_of(series, config, m, seeds, enough) for m in chosen}
     there = replace(series, play=False)

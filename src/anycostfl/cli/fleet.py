@@ -17,6 +17,8 @@ from anycostfl.cli._console import Json
 from anycostfl.cli._flower import need_flower
 from anycostfl.cli._options import Overrides
 from anycostfl.cli.serve import serve
+from anycostfl.config import load_preset
+from anycostfl.errors import ConfigError
 
 MEMBERS = (
     ("raspberry-pi-4", "--rate-bps", "1e7", "--energy-j", "0.8"),
@@ -41,6 +43,18 @@ def fleet(
     need_flower()
     from anycostfl.flower.keys import KeyFolder, make_keys  # noqa: PLC0415 - optional
 
+    changes = [
+        "summary=four devices on loopback, TLS and keys",
+        "fleet.latency_s=0.4",
+        "data.partition=iid",
+        f"fleet.cohort={len(MEMBERS)}",
+        f"run.rounds={rounds}",
+        *(set_ or []),
+    ]
+    if (cohort := load_preset("demo", changes).fleet.cohort) > len(MEMBERS):
+        raise ConfigError(
+            [f"fleet.cohort: given {cohort}, allowed up to {len(MEMBERS)}, all that start here"]
+        )
     names = [f"device-{i}" for i in range(len(MEMBERS))]
     with tempfile.TemporaryDirectory(prefix="anycostfl-") as scratch:
         folder = Path(scratch, "keys")
@@ -55,14 +69,7 @@ def fleet(
         with running(commands, Path(scratch)):
             serve(
                 "demo",
-                set_=[
-                    "summary=four devices on loopback, TLS and keys",
-                    "fleet.latency_s=0.4",
-                    "data.partition=iid",
-                    f"fleet.cohort={len(MEMBERS)}",
-                    f"run.rounds={rounds}",
-                    *(set_ or []),
-                ],
+                set_=changes,
                 out_dir=out_dir,
                 host="127.0.0.1",
                 port=port,

@@ -64,6 +64,8 @@ def _check(threads: int, repeats: int, out_file: Path) -> None:
     ]
     if out_file.suffix != ".toml":
         problems.append(f"--out: given {out_file}, allowed a file that ends in .toml")
+    if not out_file.parent.is_dir():
+        problems.append(f"--out: there is no folder {out_file.parent}; make it first")
     if problems:
         raise ConfigError(problems)
 

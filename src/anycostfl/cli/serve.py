@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from anycostfl.attacks import check_honest
 from anycostfl.cli._console import Json, note, out, say, table
 from anycostfl.cli._flower import hush_flower, need_flower
 from anycostfl.cli._options import MaybePreset, Overrides
@@ -71,7 +72,8 @@ def serve(
         changes = [f"run.rounds={rounds}"] if rounds is not None else []
         config = for_devices(load_preset(preset or "demo", [*(set_ or []), *changes]))
         check_counts(config, wait_for, min_replies)
-        writer, records = _begin(config, out_dir or free_folder(Path(preset or "demo").stem)), []
+        prepare(config)  # first: a start that fails leaves no folder behind
+        writer, records = begin(out_dir or free_folder(Path(preset or "demo").stem), config), []
     terms = Terms(deadline_s, wait_for or config.fleet.cohort, min_replies, patience_s)
     serving = Serving(writer.folder, host, port, None if insecure else folder, terms)
     with open_link(serving) as link:
@@ -95,11 +97,6 @@ def _go_on(folder: Path, rounds: int | None) -> tuple[Config, RunWriter, list[Ro
     check_engine(before, simulated=False)
     note(*before.remarks)
     return for_devices(before.config), before.writer, before.records
-
-
-def _begin(config: Config, folder: Path) -> RunWriter:
-    prepare(config)  # first: a start that fails leaves no folder behind
-    return begin(folder, config)
 
 
 def _check_keys(*needed: Path) -> None:
@@ -132,6 +129,7 @@ def check_counts(config: Config, wait_for: int, min_replies: int) -> None:
 
 def for_devices(config: Config) -> Config:
     """Leave to each device what it computes on, and lose no round if the server is killed."""
+    check_honest(config.attack)
     precision = config.training.precision
     training = replace(config.training, precision="fp32" if precision == "auto" else precision)
     return replace(config, training=training, run=replace(config.run, checkpoint_every=1))

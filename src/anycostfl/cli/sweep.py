@@ -97,10 +97,10 @@ def sweep(
     names = names_of(method_names or METHODS, methods.names(), methods.load)
     spreads = numbers_of(values, "--values") or SPREADS.get(kind, ())
     folder = out_dir or Path("runs", f"compare-{Path(preset).stem}")
+    series = series_in(folder, workers, (rates, trial), only_show=only_show, quiet=json)
     if background:
         go_on_alone(folder)
         return
-    series = series_in(folder, workers, (rates, trial), only_show=only_show, quiet=json)
     with working_on(series):
         if kind == "ablation":
             found = _ablation(series, config)

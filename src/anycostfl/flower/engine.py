@@ -19,6 +19,7 @@ from flwr.app import Context
 from flwr.serverapp import Grid, ServerApp
 from flwr.simulation import run_simulation
 
+from anycostfl.attacks import check_honest
 from anycostfl.config import Config
 from anycostfl.errors import AnycostError, MissingExtra
 from anycostfl.experiment import prepare
@@ -37,6 +38,7 @@ def play(config: Config, *, workers: int = 1, start: Snapshot | None = None) -> 
     """The rounds of an experiment on Flower's engine, with that many processes on this machine."""
     if importlib.util.find_spec("ray") is None:
         raise MissingExtra("--engine flower needs Ray: pip install 'anycostfl[cluster]'")
+    check_honest(config.attack)
     prepare(config)  # so that bad data or a bad model fail here and at once
     return _play(config, workers, start)
 

@@ -9,6 +9,7 @@ installed on the device, never code that a server sends.
 from __future__ import annotations
 
 import math
+import ssl
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -58,7 +59,7 @@ from flwr.supercore.primitives.asymmetric import public_key_to_bytes
 from flwr.supercore.task_identity import TaskIdentity
 from flwr.supernode.fleet_http_client import FleetHttpClient
 
-from anycostfl.errors import AnycostError
+from anycostfl.errors import AnycostError, ConfigError
 from anycostfl.flower.clock import Signature, date_reply
 from anycostfl.flower.device import Setup
 from anycostfl.flower.keys import private_key
@@ -119,15 +120,21 @@ def join(address: Address, app: ClientApp, setup: Setup) -> None:
 
 
 def _client(address: Address, key: ec.EllipticCurvePrivateKey) -> FleetHttpClient:
-    return FleetHttpClient.from_server_address(
-        address.server,
-        insecure=address.trust is None,
-        root_certificates=address.trust.read_bytes() if address.trust else None,
-        interceptors=[
-            RuntimeVersionHttpInterceptor(component_name="SuperNode"),
-            Signature(key),
-        ],
-    )
+    try:
+        return FleetHttpClient.from_server_address(
+            address.server,
+            insecure=address.trust is None,
+            root_certificates=address.trust.read_bytes() if address.trust else None,
+            interceptors=[
+                RuntimeVersionHttpInterceptor(component_name="SuperNode"),
+                Signature(key),
+            ],
+        )
+    except ssl.SSLError as error:
+        raise ConfigError(
+            [f"--trust: given {address.trust}, which holds no certificate; allowed the ca.crt of "
+             "`anycostfl keys`"]
+        ) from error  # fmt: skip
 
 
 class Line:

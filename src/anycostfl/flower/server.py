@@ -19,11 +19,13 @@ from dataclasses import replace
 from logging import ERROR, INFO, WARNING, Formatter, StreamHandler, getLogger
 from pathlib import Path
 
+import numpy as np
 from flwr.app import Context
 from flwr.app.user_config import UserConfig
 from flwr.common.logger import log
 from flwr.serverapp import Grid, ServerApp
 
+from anycostfl.attacks import check_honest
 from anycostfl.config import Config
 from anycostfl.coupling import tensors_of
 from anycostfl.errors import AnycostError
@@ -34,10 +36,11 @@ from anycostfl.flower.numbers import Numbers
 from anycostfl.flower.orphans import end_with_parent
 from anycostfl.flower.post import PostOffice, quicken
 from anycostfl.flower.roster import Roster, Terms
+from anycostfl.planner import needed_budgets
 from anycostfl.rounds import Outcome, receive
 from anycostfl.runs import Snapshot, Turn, Turns, check_engine, keep, take_up
 from anycostfl.server import Round, Server
-from anycostfl.types import DeviceRecord
+from anycostfl.types import DeviceRecord, Reason
 from anycostfl.workers import InProcess, one_thread
 
 LOG = "flower/server.log"  # what the SuperLink and the server app say
@@ -124,6 +127,7 @@ def play(
 
     Devices keep their memories themselves.
     """
+    check_honest(config.attack)
     server = Server(config, start)
     scale = server.side.shared.scale
     roster = Roster(PostOffice(grid), config, terms, scale=scale, numbers=numbers)
@@ -140,6 +144,7 @@ def play(
             gathered = roster.gather(number, least, server.bench)
             pace.lap("gather_s")
             planned = server.plan(number, gathered.cohort, gathered.drawn)
+            name_those_who_sit_out(planned)
             tasks = make_tasks(server, roster.ask(number), planned, chain, gathered.holds)
             pace.lap("plan_s")
 
@@ -166,6 +171,18 @@ def play(
             yield Turn(record, after)
             pace.lap("write_s")
             pace.end()
+
+
+def name_those_who_sit_out(planned: Round) -> None:
+    """Say in the log which budgets would do."""
+    strategies, cohort = planned.strategies, planned.cohort
+    for i in np.flatnonzero(~strategies.feasible).tolist():
+        log(
+            WARNING,
+            "device %d sits out (%s); it needs %s",
+            *(cohort.index[i], Reason(int(strategies.reason[i]))),
+            needed_budgets(strategies, cohort.devices, i),
+        )
 
 
 def make_tasks(

@@ -21,6 +21,7 @@ from flwr.common.logger import log
 from flwr.serverapp import Grid
 from flwr.serverapp.strategy import Strategy
 
+from anycostfl.attacks import check_honest
 from anycostfl.config import Config, essence
 from anycostfl.coupling import copy_of
 from anycostfl.fleet import choose
@@ -47,6 +48,7 @@ class AnycostStrategy(Strategy):
     """Every device gets the sub-model it can afford; `records` says what each round cost."""
 
     def __init__(self, config: Config) -> None:
+        check_honest(config.attack)
         self.config = config
         self.records: list[RoundRecord] = []
         self._server = Server(config)

@@ -37,7 +37,7 @@ class Rate:
 def parse_address(text: str, option: str = "--server") -> tuple[str, int]:
     """HOST:PORT, as an option of the command line gives it; an IPv6 host may be in brackets."""
     host, _, port = text.rpartition(":")
-    if not host or not port.isdecimal() or not 0 < int(port) < 65536:
+    if not host or "/" in host or not port.isdecimal() or not 0 < int(port) < 65536:
         raise ConfigError([f"{option}: given {text!r}, allowed HOST:PORT"])
     return host.strip("[]"), int(port)
 

@@ -26,8 +26,9 @@ def new_figure(panels: int, size: tuple[float, float], **options: Any) -> tuple[
 
 
 def save(figure: Any, path: Path) -> None:
-    """Write a figure."""
+    """Write a figure, in a folder that need not be there yet."""
     try:
+        path.parent.mkdir(parents=True, exist_ok=True)
         figure.savefig(path, dpi=110)
     except (OSError, ValueError) as error:  # not writable, or not a format matplotlib knows
         raise ConfigError([f"figure: given {path}, but {error}"]) from error

@@ -8,12 +8,14 @@ not addressed to this machine by its own name are refused, so no web page elsewh
 from __future__ import annotations
 
 import json
+import sys
 import threading
 import zlib
 from collections.abc import Sequence
 from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from typing import Any, cast
 
 from anycostfl.errors import AnycostError
 from anycostfl.records import CONFIG, JOURNAL, WIDTHS
@@ -43,6 +45,11 @@ class LiveServer(ThreadingHTTPServer):
             raise PortTaken(
                 f"cannot listen on port {port}: {error}; choose another --port, or 0 for any"
             ) from error
+
+    def handle_error(self, request: object, client_address: object) -> None:
+        """A browser that leaves before it has read everything is no mistake."""
+        if not isinstance(sys.exception(), ConnectionError):
+            super().handle_error(cast("Any", request), client_address)
 
     @property
     def address(self) -> str:

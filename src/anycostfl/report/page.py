@@ -30,6 +30,7 @@ def write_page(folders: Sequence[Path], path: Path | None = None) -> list[Docume
     runs = gather_all(folders)
     target = path or folders[0] / PAGE
     try:
+        target.parent.mkdir(parents=True, exist_ok=True)
         write_whole(target, render(runs).encode())
     except OSError as error:
         raise StorageError(
