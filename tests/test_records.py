@@ -107,6 +107,10 @@ def test_of_two_that_begin_in_one_folder_at_once_one_does(tmp_path: Path) -> Non
 def test_a_free_folder_is_free_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     assert [free_folder("demo").name for _ in range(3)] == ["demo-1", "demo-2", "demo-3"]
+    shutil.rmtree("runs")
+    Path("runs").symlink_to("nowhere")
+    with pytest.raises(StorageError, match="cannot write to runs"):
+        free_folder("demo")
 
 
 def test_a_round_that_could_not_be_read_back_is_not_written(tmp_path: Path) -> None:

@@ -232,10 +232,8 @@ def read_run(folder: Path) -> SavedRun:
 def read_config(folder: Path) -> str:
     """What was asked of a run, as TOML text."""
     try:
-        return read_file(folder / CONFIG).decode()
-    except StorageError:
-        raise
-    except (OSError, UnicodeDecodeError) as error:
+        return _read(folder / CONFIG).decode()
+    except UnicodeDecodeError as error:
         raise StorageError(f"cannot read {folder / CONFIG}: {error}") from error
 
 
@@ -255,14 +253,18 @@ def read_journal(
     return tuple(parse_journal(copies, remarks)), tuple(remarks)
 
 
-def _lines(path: Path, *, whole: bool) -> list[bytes]:
-    """The lines of a file; without the last if it must be whole and has no end."""
+def _read(path: Path) -> bytes:
     try:
-        content = read_file(path) if path.exists() else b""
+        return read_file(path)
     except StorageError:
         raise
     except OSError as error:
         raise StorageError(f"cannot read {path}: {error}") from error
+
+
+def _lines(path: Path, *, whole: bool) -> list[bytes]:
+    """The lines of a file; without the last if it must be whole and has no end."""
+    content = _read(path) if path.exists() else b""
     return (content[: content.rfind(b"\n") + 1] if whole else content).splitlines()
 
 

@@ -40,11 +40,13 @@ MISHAPS = {
 
 def free_folder(name: str) -> Path:
     """A new folder runs/NAME-1, or the next number that is free."""
-    with writing_to(Path("runs"), ELSEWHERE):
+    runs = Path("runs")
+    with writing_to(runs, ELSEWHERE):
+        runs.mkdir(exist_ok=True)
         for number in itertools.count(1):
-            folder = Path("runs", f"{name}-{number}")
+            folder = runs / f"{name}-{number}"
             with suppress(FileExistsError):
-                folder.mkdir(parents=True)
+                folder.mkdir()
                 break
         return folder
 

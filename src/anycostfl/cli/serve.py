@@ -69,11 +69,10 @@ def serve(
         check_counts(config, wait_for, min_replies)
         writer.reconfigure(to_toml(config))
     else:
-        changes = [f"run.rounds={rounds}"] if rounds is not None else []
-        config = for_devices(load_preset(preset or "demo", [*(set_ or []), *changes]))
+        name, changes = preset or "demo", [f"run.rounds={rounds}"] if rounds is not None else []
+        config = for_devices(load_preset(name, [*(set_ or []), *changes]))
         check_counts(config, wait_for, min_replies)
-        prepare(config)  # first: a start that fails leaves no folder behind
-        writer, records = begin(out_dir or free_folder(Path(preset or "demo").stem), config), []
+        writer, records = _begin(config, name, out_dir), []
     terms = Terms(deadline_s, wait_for or config.fleet.cohort, min_replies, patience_s)
     serving = Serving(writer.folder, host, port, None if insecure else folder, terms)
     with open_link(serving) as link:
@@ -90,6 +89,11 @@ def serve(
             say(f"Stopped. Go on with: anycostfl serve --resume {writer.folder}")
     if stopped:
         raise typer.Exit(130)
+
+
+def _begin(config: Config, name: str, out_dir: Path | None) -> RunWriter:
+    prepare(config)  # first: a start that fails leaves no folder behind
+    return begin(out_dir or free_folder(Path(name).stem), config)
 
 
 def _go_on(folder: Path, rounds: int | None) -> tuple[Config, RunWriter, list[RoundRecord]]:
