@@ -46,8 +46,10 @@ def test_decoded_values_are_exactly_the_quantized_ones() -> None:
     every = kernels.Spans(np.arange(flat.size), np.ones(flat.size, np.int64))
     kept = every.take(np.flatnonzero(mask))
     symbols, negative = kernels.quantize(flat, kept, frame.grid, seed=5)
+    bounds = frame.grid.u_min, frame.grid.u_max, frame.grid.step
+    sizes = np.array([kernels.point(int(symbol), *bounds) for symbol in symbols])
     expected = np.zeros(flat.size, np.float32)
-    expected[mask] = frame.grid.points()[symbols] * np.where(negative, -1, 1)
+    expected[mask] = sizes * np.where(negative, -1, 1)
     values = torch.cat([decoded.values[part.name].reshape(-1) for part in parts]).numpy()
     assert np.array_equal(values, expected)
 

@@ -48,11 +48,6 @@ class Case:
     name: str
     config: Config
 
-    @property
-    def method(self) -> str:
-        """The method it runs."""
-        return self.config.run.method
-
 
 def make_case(config: Config, method: str, rate: float, seed: int) -> Case:
     """The experiment with another method, learning rate and seed."""

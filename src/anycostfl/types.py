@@ -390,8 +390,3 @@ class RoundRecord:
     def bytes_down(self) -> int:
         """All sub-models, or steps to the public model."""
         return sum(d.bytes_down for d in self.devices)
-
-    @property
-    def wire_bytes(self) -> int:
-        """All messages, both ways."""
-        return sum(d.wire_bytes_up + d.wire_bytes_down for d in self.devices)

@@ -94,11 +94,6 @@ class Grid:
         """Distance between two points."""
         return (self.u_max - self.u_min) / self.levels
 
-    def points(self) -> Floats:
-        """The magnitude of every symbol: 0 first, then Q_0 … Q_L (0 only once)."""
-        symbols = np.arange(self.symbols, dtype=np.uint32)
-        return _points(symbols, self.u_min, self.u_max, self.step)
-
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Kept:
@@ -261,14 +256,6 @@ def point(symbol: Whole, u_min: float, u_max: float, step: float) -> np.float32:
             return np.float32(0)
         symbol -= 1
     return np.float32(min(symbol * step + u_min, u_max))
-
-
-@compiled
-def _points(symbols: Symbols, u_min: float, u_max: float, step: float) -> Floats:
-    points = np.empty(symbols.size, np.float32)
-    for i in range(symbols.size):
-        points[i] = point(np.int64(symbols[i]), u_min, u_max, step)
-    return points
 
 
 @compiled
