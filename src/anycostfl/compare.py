@@ -19,7 +19,6 @@ from pathlib import Path
 
 import numpy as np
 
-from anycostfl import methods
 from anycostfl.config import Config, identity, parse_config, profiles_of, to_toml
 from anycostfl.errors import AnycostError
 from anycostfl.fleet import draw_cohort
@@ -252,8 +251,7 @@ def _recost_round(
     )
     if taking_part != cohort.index.tolist():
         return None
-    method, limits = methods.load(config.run.method), config.limits_of(config.run.method)
-    planned = method.plan(cohort.devices, config.workload, limits)
+    planned = config.plan(cohort.devices)
     paid = []
     for i, was in enumerate(record.devices):
         chosen = planned[i]

@@ -31,7 +31,7 @@ from anycostfl.codec.frame import OVERHEAD
 from anycostfl.errors import ConfigError, UnknownName
 from anycostfl.registry import looked
 from anycostfl.shrink import ElasticModel
-from anycostfl.types import Caps, FleetSpec, Limits, Profile, Workload
+from anycostfl.types import Caps, Devices, FleetSpec, Limits, Profile, Strategies, Workload
 
 Record = TypeVar("Record")
 BEYOND = 1 << 62  # no whole number is so large
@@ -164,7 +164,7 @@ class Config:
     def method_of(self, name: str) -> methods.Method:
         """A method with what this configuration says otherwise of it."""
         asked: dict[str, Any] = {
-            "codec": self.compression.codec or None,
+            "codec": self.compression.codec,
             "feedback": self.compression.feedback,
             "momentum": self.aggregation.momentum,
             "by_samples": self.run.weigh_samples,
@@ -185,6 +185,11 @@ class Config:
             beta_min=min(max(caps.beta_min, frame), caps.beta_max),
         )
         return Limits(**asdict(caps), codec=self.method_of(method).codec)
+
+    def plan(self, devices: Devices) -> Strategies:
+        """The strategy of every device, as the method of the run plans it (Sec. IV)."""
+        name = self.run.method
+        return methods.load(name).plan(devices, self.workload, self.limits_of(name))
 
 
 def preset_names() -> list[str]:

@@ -60,9 +60,9 @@ class Server:
     """What the server keeps: weights, momentum, the public model, who is benched."""
 
     def __init__(self, config: Config, start: Snapshot | None = None) -> None:
-        self.config, self.limits = config, config.limits_of(config.run.method)
+        self.config, self.method = config, config.method_of(config.run.method)
         self.side = prepare(config)
-        self.net, self.method = self.side.net, config.method_of(config.run.method)
+        self.net = self.side.net
         self.rules = replace(config.aggregation, momentum=self.method.momentum)
         self.first = start.rounds if start else 0  # the round to go on with
         self.velocity: State = start.velocity if start else {}
@@ -92,7 +92,7 @@ class Server:
 
     def plan(self, number: int, cohort: Cohort, drawn: Sequence[int]) -> Round:
         """The strategy of every device (Sec. IV), and what those who can afford one are told."""
-        strategies = self.method.plan(cohort.devices, self.config.workload, self.limits)
+        strategies = self.config.plan(cohort.devices)
         assignments = assign(self.config, self.side, cohort, strategies, number)
         return Round(number, cohort, strategies, assignments, drawn)
 

@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
-from anycostfl import methods
 from anycostfl.checks import FloatArray
 from anycostfl.config import Config
 from anycostfl.fleet import channel_rate_bps
@@ -36,12 +35,6 @@ class Planned:
     settings: Config
 
 
-def plan_as_asked(settings: Config, devices: Devices) -> Strategies:
-    """The strategies of the preset's method."""
-    method = settings.run.method
-    return methods.load(method).plan(devices, settings.workload, settings.limits_of(method))
-
-
 def draw_cohort(file: Path, planned: Planned) -> None:
     """α, β and f over distance and energy budget: the map of a typical device, the cohort on it."""
     settings, devices, distance_m = planned.settings, planned.devices, planned.distance_m
@@ -54,7 +47,7 @@ def draw_cohort(file: Path, planned: Planned) -> None:
     power = float(np.median(devices.power_w))
     rate = channel_rate_bps(spec, grid_x, power, sharers=len(devices))
     typical = _typical(devices, rate_bps=rate, energy_j=grid_y)
-    mapped = plan_as_asked(settings, typical)
+    mapped = settings.plan(typical)
     figure, axes = _panels(3, planned.title)
     names = (("shrinking factor α", "alpha"), ("compression rate β", "beta"), ("f in GHz", "f"))
     for panel, (label, key) in zip(axes, names, strict=True):
@@ -74,7 +67,7 @@ def draw_what_if(file: Path, planned: Planned) -> None:
     x, y = (np.geomspace(value / 8.0, value * 8.0, STEPS) for value in here)
     grid_x, grid_y = (axis.ravel() for axis in np.meshgrid(x, y))
     changed = _typical(devices, latency_s=grid_x, energy_j=grid_y)
-    mapped = plan_as_asked(settings, changed)
+    mapped = settings.plan(changed)
     figure, axes = _panels(2, planned.title)
     names = (("learning gain", "gain"), ("shrinking factor α", "alpha"))
     for panel, (label, key) in zip(axes, names, strict=True):

@@ -19,7 +19,7 @@ from anycostfl.checks import FloatArray
 from anycostfl.cli import _plan_plots
 from anycostfl.cli._console import Json, emit_json, out, say, table
 from anycostfl.cli._options import PRESETS, PROFILES, Overrides
-from anycostfl.cli._plan_plots import Planned, plan_as_asked
+from anycostfl.cli._plan_plots import Planned
 from anycostfl.types import Binds, Reason
 
 COLUMNS = (">#", ">m", ">kbit/s", ">≤ J", ">α", ">β", ">GHz", ">s", ">J", ">gain", "binds")
@@ -87,7 +87,7 @@ def _plan_cohort(settings: config.Config, preset: str, seed: int, round_index: i
     cohort = fleet.draw_cohort(
         settings.fleet, seed=seed, round_index=round_index, profiles=profiles
     )
-    strategies = plan_as_asked(settings, cohort.devices)
+    strategies = settings.plan(cohort.devices)
     title = f"{preset}, round {round_index}, seed {seed}"
     return Planned(title, cohort.index, cohort.distance_m, cohort.devices, strategies, settings)
 
@@ -106,7 +106,7 @@ def _plan_device(
     devices = fleet.place_device(
         profile, spec, distance_m=distance, latency_s=latency, energy_j=energy
     )
-    strategies = plan_as_asked(settings, devices)
+    strategies = settings.plan(devices)
     title = f"{profile.name}, {settings.model.name} on {settings.data.name}"
     return Planned(title, np.array([0]), np.array([distance]), devices, strategies, settings)
 

@@ -9,7 +9,6 @@ from typing import Annotated
 
 import typer
 
-from anycostfl import methods
 from anycostfl.cli._console import Json, emit_json, note, out, say, table
 from anycostfl.cli._engine import find_engine
 from anycostfl.cli._options import MaybePreset, Overrides
@@ -56,7 +55,6 @@ def run(
         name = preset or "demo"
         changes = [f"run.rounds={rounds}"] if rounds is not None else []
         config = settle(load_preset(name, [*(set_ or []), *changes]))
-        methods.load(config.run.method)
         if dry_run:
             _show_plan(config, json=json)
             return
@@ -93,14 +91,13 @@ def _show_plan(config: Config, *, json: bool) -> None:
         samples = prepare(config).sample_counts().numpy()
     except DataMissing as error:
         note(str(error))
-    method, seed = methods.load(config.run.method), config.run.seed
-    profiles = profiles_of(config.fleet)
+    profiles, seed = profiles_of(config.fleet), config.run.seed
     latency, energy, able = [], [], 0
     for number in range(min(20, config.run.rounds)):
         cohort = draw_cohort(
             config.fleet, seed=seed, round_index=number, samples=samples, profiles=profiles
         )
-        planned = method.plan(cohort.devices, config.workload, config.limits_of(config.run.method))
+        planned = config.plan(cohort.devices)
         latency.append(float(planned.latency_s.max()))
         energy.append(float(planned.energy_j.sum()))
         able += int(planned.feasible.sum())
