@@ -15,7 +15,7 @@ import os
 import signal
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field, fields, replace
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
@@ -400,11 +400,16 @@ def cores() -> int:
 
 
 @contextmanager
-def one_thread() -> Iterator[None]:
-    """Compute with one thread, as every worker does, so that results are the same everywhere."""
+def threads(count: int) -> Iterator[int]:
+    """So many threads for torch, put back afterwards."""
     before = torch.get_num_threads()
-    torch.set_num_threads(1)
+    torch.set_num_threads(count)
     try:
-        yield
+        yield count
     finally:
         torch.set_num_threads(before)
+
+
+def one_thread() -> AbstractContextManager[int]:
+    """Compute as every worker does, so that results are the same everywhere."""
+    return threads(1)

@@ -13,13 +13,13 @@ from __future__ import annotations
 import platform
 import statistics
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
 
+from anycostfl import workers
 from anycostfl.config import Config, toml_value
 from anycostfl.experiment import settle
 from anycostfl.profile.machine import ROOT, Clock, device_name, read_clock, read_gpu_clock
@@ -43,7 +43,6 @@ from anycostfl.profile.pace import (
 )
 from anycostfl.shrink import ElasticModel
 from anycostfl.types import Profile
-from anycostfl.workers import cores
 
 TRANSMITTER_W = 0.1
 """The paper's radio, for no machine measures its own."""
@@ -116,7 +115,7 @@ def measure(
     config = settle(config)
     net = elastic_model(config)
     clocks: list[Clock] = []
-    with _threads(threads or cores()) as used:
+    with workers.threads(threads or workers.cores()) as used:
         clock = _clock(config, root)
 
         def look() -> None:
@@ -170,17 +169,6 @@ def measure_energy(config: Config, net: ElasticModel, threads: int, found: Found
         remark = f"{meter.name} sees no difference between training and idling"
         return Energy(estimate, "", (*remarks, remark))
     return Energy(added, meter.name, remarks)
-
-
-@contextmanager
-def _threads(count: int) -> Iterator[int]:
-    """So many threads for torch, put back afterwards."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(count)
-    try:
-        yield count
-    finally:
-        torch.set_num_threads(before)
 
 
 # --- the profile ----------------------------------------------------------------------------------
