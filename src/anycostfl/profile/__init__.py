@@ -15,14 +15,13 @@ import statistics
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from pathlib import Path
 
 import torch
 
 from anycostfl import workers
 from anycostfl.config import Config, toml_value
 from anycostfl.experiment import settle
-from anycostfl.profile.machine import ROOT, Clock, device_name, read_clock, read_gpu_clock
+from anycostfl.profile.machine import Clock, device_name, read_clock, read_gpu_clock
 from anycostfl.profile.meters import (
     ESTIMATED_FACTOR,
     Found,
@@ -105,7 +104,6 @@ def measure(
     *,
     repeats: int,
     threads: int = 0,
-    root: Path = ROOT,
     seconds: Callable[[], float] = time.perf_counter,
 ) -> Measurement:
     """Measure speed, clock and energy of this machine on the task of a configuration.
@@ -116,18 +114,18 @@ def measure(
     net = elastic_model(config)
     clocks: list[Clock] = []
     with workers.threads(threads or workers.cores()) as used:
-        clock = _clock(config, root)
+        clock = _clock(config)
 
         def look() -> None:
             if clock.source.startswith(("cpufreq", "devfreq")):
-                clocks.append(_clock(config, root))
+                clocks.append(_clock(config))
 
         alphas = measured_alphas(config)
         paces = measure_paces(config, net, alphas, repeats, between=look, clock=seconds)
-        energy = measure_energy(config, net, used, find_meter(root))
+        energy = measure_energy(config, net, used, find_meter())
     now = statistics.median(seen.now_hz for seen in clocks) if clocks else clock.now_hz
     return Measurement(
-        name=device_name(root),
+        name=device_name(),
         config=config,
         threads=used,
         clock=replace(clock, now_hz=now),
@@ -138,10 +136,10 @@ def measure(
     )
 
 
-def _clock(config: Config, root: Path) -> Clock:
+def _clock(config: Config) -> Clock:
     if config.training.device != "cuda":
-        return read_clock(root)
-    if clock := read_gpu_clock(root):
+        return read_clock()
+    if clock := read_gpu_clock():
         return clock
     hertz = 1e3 * float(torch.cuda.get_device_properties(0).clock_rate)
     return Clock(hertz, hertz, hertz, "the GPU's properties")

@@ -90,7 +90,7 @@ def _cpuinfo(root: Path) -> Clock | None:
     return Clock(hertz, hertz, hertz, "/proc/cpuinfo") if hertz else None
 
 
-CYCLES_PER_TURN = 6
+TURNS, CYCLES_PER_TURN = 4_000_000, 6
 """Of xorshift: three shifts and three exclusive-ors, each waiting for the one before.
 
 On Arm a shift and an exclusive-or are one instruction, but one of two cycles.
@@ -107,13 +107,13 @@ def _spin(turns: int, x: np.uint64) -> np.uint64:
     return x
 
 
-def _counted(turns: int = 4_000_000) -> Clock:
+def _counted() -> Clock:
     """Count cycles: a chain of operations that no processor can do out of order."""
     _spin(1, np.uint64(1))  # compiles
     seconds = []
     for _ in range(10):
         start = time.perf_counter()
-        _spin(turns, np.uint64(88172645463325252))
+        _spin(TURNS, np.uint64(88172645463325252))
         seconds.append(time.perf_counter() - start)
-    hertz = CYCLES_PER_TURN * turns / min(seconds)
+    hertz = CYCLES_PER_TURN * TURNS / min(seconds)
     return Clock(hertz, hertz, hertz, "counted with a chain of dependent operations")

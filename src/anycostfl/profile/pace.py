@@ -71,8 +71,8 @@ def measure_paces(
     alphas: Sequence[float],
     repeats: int,
     *,
-    between: Callable[[], None] = lambda: None,
-    clock: Callable[[], float] = time.perf_counter,
+    between: Callable[[], None],
+    clock: Callable[[], float],
 ) -> list[Pace]:
     """Train at all widths in turns on made-up data. `between` is called after each."""
     epochs = [local_epoch(config, net, alpha, clock) for alpha in alphas]
