@@ -238,13 +238,17 @@ def parse_config(text: str, source: str) -> Config:
 
 def to_toml(config: Config) -> str:
     """The configuration as TOML text that reads back as the same configuration."""
-    lines = [f"summary = {toml_value(config.summary)}"]
+    lines = toml_lines({"summary": config.summary})
     for section in (item.name for item in fields(config) if item.name != "summary"):
         lines += ["", f"[{section}]"]
         record = getattr(config, section)
-        values = record if isinstance(record, Mapping) else asdict(record)
-        lines += [f"{_key(k)} = {toml_value(v)}" for k, v in values.items() if v is not None]
+        lines += toml_lines(record if isinstance(record, Mapping) else asdict(record))
     return "\n".join(lines) + "\n"
+
+
+def toml_lines(values: Mapping[str, Any]) -> list[str]:
+    """One line for each value that is set."""
+    return [f"{_key(name)} = {_toml(value)}" for name, value in values.items() if value is not None]
 
 
 def _key(name: str) -> str:
@@ -263,10 +267,10 @@ def identity(config: Config) -> str:
     return essence(replace(config, data=replace(config.data, path="")))
 
 
-def toml_value(value: str | bool | float | tuple[str, ...]) -> str:
+def _toml(value: str | bool | float | tuple[str, ...]) -> str:
     """One value as TOML writes it."""
     if isinstance(value, tuple):
-        return f"[{', '.join(map(toml_value, value))}]"
+        return f"[{', '.join(map(_toml, value))}]"
     if isinstance(value, bool):
         return str(value).lower()
     return _quoted(value) if isinstance(value, str) else repr(value)

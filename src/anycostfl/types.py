@@ -227,10 +227,10 @@ class Profile:
     frequency_min_hz: Annotated[Positive, AtMost("frequency_max_hz")]
     frequency_max_hz: Positive
     power_w: Positive
-    rate_bps: Annotated[float | None, POSITIVE] = None
     overhead: Annotated[float, AtLeastZero] = 0.0
-    sources: tuple[str, ...] = ()
+    rate_bps: Annotated[float | None, POSITIVE] = None
     guess: tuple[str, ...] = ()
+    sources: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         check_fields(self)

@@ -14,12 +14,12 @@ import platform
 import statistics
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 
 import torch
 
 from anycostfl import workers
-from anycostfl.config import Config, toml_value
+from anycostfl.config import Config, toml_lines
 from anycostfl.experiment import settle
 from anycostfl.profile.machine import Clock, device_name, read_clock, read_gpu_clock
 from anycostfl.profile.meters import (
@@ -214,10 +214,4 @@ def to_toml(profile: Profile, measured: Measurement) -> str:
         f"# {p.alpha:5.3f}   {p.flops_ratio:.3f}   {1e3 * p.seconds_per_sample:9.4f}"
         for p in measured.paces
     ]
-    for field in (
-        "name", "flops_per_cycle", "energy_coefficient", "frequency_min_hz", "frequency_max_hz",
-        "power_w", "overhead", "rate_bps", "guess", "sources",
-    ):  # fmt: skip
-        if (value := getattr(profile, field)) is not None:
-            lines.append(f"{field} = {toml_value(value)}")
-    return "\n".join(lines) + "\n"
+    return "\n".join([*lines, *toml_lines(asdict(profile))]) + "\n"
