@@ -27,6 +27,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 from safetensors import SafetensorError
+from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from anycostfl import data, methods, models
@@ -217,8 +218,6 @@ def _write_state(module: nn.Module, _example: Tensor, path: Path, about: Mapping
 
 
 def _read_state(module: nn.Module, path: Path) -> Infer:
-    from safetensors.torch import load_file  # noqa: PLC0415 - only to check
-
     state = load_file(path)
     call = partial(torch.func.functional_call, module, state, tie_weights=False)
     return lambda x: np.asarray(call(x).detach().numpy())
@@ -503,9 +502,6 @@ def warnings_of(trained: Trained, alphas: Sequence[float]) -> list[str]:
     ]
 
 
-def default_name(trained: Trained, format_name: str, alpha: float | None) -> str:
+def default_name(trained: Trained, format_name: str, alpha: float) -> str:
     """Such as cnn-alpha-0.25.onnx."""
-    model = trained.config.model.name
-    if alpha is None:
-        return f"{model}-elastic.safetensors"
-    return f"{model}-alpha-{alpha:.4g}{FORMATS[format_name].suffix}"
+    return f"{trained.config.model.name}-alpha-{alpha:.4g}{FORMATS[format_name].suffix}"

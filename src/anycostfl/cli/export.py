@@ -39,16 +39,17 @@ def export(
     """
     _refuse_nonsense(alpha or [], fit, format_, out_file, table_=table_)
     trained = exporting.open_trained(run)
-    _note(trained.remarks)
+    note(*trained.remarks)
     if format_ == "elastic":
-        _export_elastic(trained, out_file or run / exporting.default_name(trained, "", None), json)
+        name = f"{trained.config.model.name}-elastic.safetensors"
+        _export_elastic(trained, out_file or run / name, json)
     elif table_:
-        _note(exporting.warnings_of(trained, alpha or ()))
+        note(*exporting.warnings_of(trained, alpha or ()))
         _measure(trained, run, alpha or _table_alphas(trained), json)
     else:
         fitted = exporting.widest(trained, exporting.parse_limit(fit), format_) if fit else None
         chosen = [fitted.alpha] if fitted else alpha or []
-        _note(exporting.warnings_of(trained, chosen))
+        note(*exporting.warnings_of(trained, chosen))
         files = {a: out_file or run / exporting.default_name(trained, format_, a) for a in chosen}
         _export_widths(trained, files, format_, fitted.latency_ms if fitted else None, json)
 
@@ -84,11 +85,6 @@ def _table_alphas(trained: Trained) -> list[float]:
     if below:
         note(f"α = {', '.join(below)} is left out: the narrowest cut there is has α = {least:.4g}")
     return [alpha for alpha in TABLE_ALPHAS if alpha >= least]
-
-
-def _note(remarks: Sequence[str]) -> None:
-    for remark in remarks:
-        note(remark)
 
 
 def _export_elastic(trained: Trained, path: Path, json: bool) -> None:
