@@ -40,7 +40,7 @@ from anycostfl.flower.numbers import note_nodes
 from anycostfl.flower.orphans import PARENT
 from anycostfl.flower.roster import Terms
 from anycostfl.flower.server import FAILURE, LOCK, LOG
-from anycostfl.records import JOURNAL, read_run
+from anycostfl.records import JOURNAL, read_journal
 from anycostfl.types import RoundRecord
 
 START_S = 120.0  # for the SuperLink, and for the server app, to come up
@@ -177,13 +177,13 @@ class Link:
         """Run the server app until so many rounds are done; each round as it is finished."""
         folder = self.serving.folder
         (folder / FAILURE).unlink(missing_ok=True)
-        records, size = read_run(folder).records, -1
-        seen = len(records)
+        records, _ = read_journal(folder)
+        seen, size = len(records), -1
         tries, run_id, began = 1, self._start(), time.monotonic()
         while True:
             alive = _is_at_work(folder, run_id, began)  # before the journal: no round is missed
             if (now := (folder / JOURNAL).stat().st_size) != size:
-                size, records = now, read_run(folder).records
+                size, (records, _) = now, read_journal(folder)
             yield from records[seen:]
             if len(records) > seen:
                 seen, tries = len(records), 1
