@@ -23,6 +23,8 @@ from anycostfl.checks import POSITIVE, FloatArray
 from anycostfl.errors import ConfigError, UnknownName
 from anycostfl.types import Devices, FleetSpec, Profile, make_devices
 
+ALIKE = ("flops_per_cycle", "frequency_min_hz", "frequency_max_hz", "power_w")  # where ε is drawn
+HARDWARE = (*ALIKE, "overhead", "energy_coefficient")  # what never changes of a device
 CLASSES = 10  # of the data that sample counts are drawn for
 NEAREST_M = 1.0  # nobody stands inside the antenna; path loss has no meaning at distance 0
 
@@ -124,22 +126,19 @@ def draw_hardware(
 
     With `spec.profiles` the fleet consists of those real devices in turn; else ε is drawn.
     """
-    names = (
-        "flops_per_cycle",
-        "frequency_min_hz",
-        "frequency_max_hz",
-        "power_w",
-        "overhead",
-        "energy_coefficient",
-    )
-    if kinds := _kinds(spec, profiles):
-        return {name: np.array([getattr(kind, name) for kind in kinds]) for name in names}
+    if kinds := [hardware_of(kind) for kind in _kinds(spec, profiles)]:
+        return {name: np.array([kind[name] for kind in kinds]) for name in HARDWARE}
     low, high = spec.energy_coefficient_min, spec.energy_coefficient_max
     if spec.energy_coefficient_std is not None:
         low, high = _around((low + high) / 2, spec.energy_coefficient_std)
     epsilon = _uniform(generator(seed, 0, Purpose.HARDWARE), (low, high), spec.devices)
-    constants = {name: np.full(spec.devices, getattr(spec, name)) for name in names[:4]}
+    constants = {name: np.full(spec.devices, getattr(spec, name)) for name in ALIKE}
     return {**constants, "overhead": np.zeros(spec.devices), "energy_coefficient": epsilon}
+
+
+def hardware_of(profile: Profile) -> dict[str, float]:
+    """The same of one real device."""
+    return {name: getattr(profile, name) for name in HARDWARE}
 
 
 def measured_rate_bps(spec: FleetSpec, profiles: Mapping[str, Profile]) -> FloatArray:
@@ -179,14 +178,9 @@ def place_device(
         raise ConfigError([f"distance_m: given {distance_m!r}, allowed {POSITIVE}"])
     channel = channel_rate_bps(spec, distance_m, profile.power_w, sharers=spec.cohort)
     return make_devices(
+        **hardware_of(profile),
         samples=spec.samples,
-        flops_per_cycle=profile.flops_per_cycle,
-        energy_coefficient=profile.energy_coefficient,
-        frequency_min_hz=profile.frequency_min_hz,
-        frequency_max_hz=profile.frequency_max_hz,
         rate_bps=channel if profile.rate_bps is None else profile.rate_bps,
-        power_w=profile.power_w,
-        overhead=profile.overhead,
         latency_s=latency_s,
         energy_j=energy_j,
     )

@@ -26,7 +26,7 @@ from anycostfl.coupling import tensors_of
 from anycostfl.downlink import first_public, take_step
 from anycostfl.errors import AnycostError, ConfigError
 from anycostfl.experiment import prepare
-from anycostfl.fleet import draw_fleet
+from anycostfl.fleet import draw_fleet, hardware_of
 from anycostfl.flower.broadcast import mark_of
 from anycostfl.flower.messages import (
     Ask,
@@ -231,9 +231,8 @@ class Device:
     def _own(self) -> tuple[float, Devices]:
         """As its owner describes it; distances do not matter where the rate is known."""
         setup, kind = self.setup, load_profile(self.setup.profile)
-        names = ("flops_per_cycle", "energy_coefficient", "frequency_min_hz", "frequency_max_hz")
         means = make_devices(
-            **{name: getattr(kind, name) for name in (*names, "power_w", "overhead")},
+            **hardware_of(kind),
             samples=len(self.samples()[1]),
             rate_bps=setup.rate_bps or kind.rate_bps or 0.0,
             latency_s=setup.latency_s or self.config.fleet.latency_s,
