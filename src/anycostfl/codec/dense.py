@@ -25,9 +25,7 @@ def pack_dense(update: Mapping[str, Tensor], *, binding: bytes = b"") -> bytes:
     return seal(MAGIC, flatten(update).astype("<f4").tobytes(), bond(binding, shapes))
 
 
-def unpack_dense(
-    payload: bytes, like: Mapping[str, Sequence[int]], *, binding: bytes = b""
-) -> Update:
+def unpack_dense(payload: bytes, like: Mapping[str, Sequence[int]], binding: bytes) -> Update:
     """The update of these shapes; its mask is true everywhere."""
     expected = OVERHEAD + 4 * sum(map(prod, like.values()))
     if len(payload) != expected:

@@ -12,7 +12,7 @@ import numpy as np
 from anycostfl.checks import FloatArray
 from anycostfl.codec import byte_budget, compress, decompress
 from anycostfl.codec.arrays import Floats
-from anycostfl.codec.dense import pack_dense, unpack_dense
+from anycostfl.codec.dense import pack_dense
 from anycostfl.codec.flat import all_of, flatten
 from anycostfl.codec.frame import Bond, bond
 from anycostfl.codec.sparse import (
@@ -73,11 +73,6 @@ def decode_unmasked(payload: bytes, shapes: Shapes, binding: bytes) -> Update:
 def encode_dense(update: State, upload: Upload) -> bytes:
     """32 bits for every element."""
     return pack_dense(update, binding=upload.binding)
-
-
-def decode_dense(payload: bytes, shapes: Shapes, binding: bytes) -> Update:
-    """Exactly what was sent; every element counts."""
-    return unpack_dense(payload, shapes, binding=binding)
 
 
 def bond_of(update: State, upload: Upload) -> Bond:

@@ -14,9 +14,9 @@ import numpy as np
 from anycostfl.aggregate import optimal_weights
 from anycostfl.checks import FloatArray
 from anycostfl.codec import decompress
+from anycostfl.codec.dense import unpack_dense
 from anycostfl.methods import Method, Shapes
 from anycostfl.methods._common import (
-    decode_dense,
     decode_unmasked,
     encode_dense,
     encode_with_codec,
@@ -69,7 +69,7 @@ VARIANTS = {
         summary="AnycostFL without compression",
         plan=plan_uncompressed,
         encode=encode_dense,
-        decode=decode_dense,
+        decode=unpack_dense,
     ),
     "without-aio": replace(
         METHOD,
