@@ -220,7 +220,7 @@ def enough(outcomes: list[Outcome], least: int) -> list[Outcome]:
 def absent(devices: Sequence[int]) -> tuple[DeviceRecord, ...]:
     """Records of devices that were chosen and never said what they can afford."""
     why = "missing: it did not say what it can afford"
-    return tuple(DeviceRecord(device, why, 0, 0.0, 0.0, 0.0) for device in devices)
+    return tuple(DeviceRecord(device, why) for device in devices)
 
 
 class Pace:

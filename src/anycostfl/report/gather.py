@@ -232,8 +232,6 @@ def _is_number(value: object) -> bool:
 
 def _wall_s(path: Path, rounds: int) -> float | None:
     """How long the rounds really took; None where that is not known."""
-    if path.is_symlink() or not path.is_file():
-        return None
     try:
         lines = read_file(path, LARGEST_FILE).splitlines()
         seconds = {item["round"]: float(item["seconds"]) for item in map(json.loads, lines)}
