@@ -50,6 +50,7 @@ from anycostfl.files import (
     write_whole,
     writing_to,
 )
+from anycostfl.methods import State
 from anycostfl.registry import own_files
 from anycostfl.types import DeviceRecord, RoundRecord
 
@@ -59,8 +60,6 @@ JOURNAL, COPY, TIMING = "rounds.jsonl", "rounds.copy.jsonl", "timing.jsonl"
 WIDTHS, PAGE = "widths.json", "report.html"
 ELSEWHERE = "Choose another --out"
 KEPT_CHECKPOINTS = 2
-
-State = Mapping[str, Tensor]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -394,11 +393,9 @@ def _unshared(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 def environment(files: Mapping[str, str]) -> dict[str, object]:
     """What a result may depend on."""
-    versions = {}
-    for package in ("anycostfl", "torch", "numpy", "numba", "safetensors"):
-        versions[package] = metadata.version(package)
+    packages = ("anycostfl", "torch", "numpy", "numba", "safetensors")
     return {
-        "versions": versions,
+        "versions": {package: metadata.version(package) for package in packages},
         "python": platform.python_version(),
         "platform": platform.platform(),
         "machine": platform.machine(),
