@@ -183,7 +183,7 @@ def test_where_nobody_agrees_with_anybody_nobody_is_left_out(tmp_path: Path, usu
 def first_round(folder: Path, *more: str) -> tuple[DeviceSide, list[Assignment], list[Reply]]:
     config = small_config(folder, *more)
     side = prepare(config)
-    samples = side.sample_counts().numpy()
+    samples = side.sample_counts()
     cohort = draw_cohort(config.fleet, seed=0, round_index=0, samples=samples)
     limits = config.limits_of(config.run.method)
     strategies = side.method.plan(cohort.devices, config.workload, limits)

@@ -71,7 +71,7 @@ def assign(
     if not len(able):
         return []
     method = config.method_of(config.run.method)
-    held = side.sample_counts().numpy()[cohort.index]  # of the split, not what devices claim
+    held = side.sample_counts()[cohort.index]  # of the split, not what devices claim
     samples = held[able].astype(np.float64) if method.by_samples else np.ones(len(able))
     weights = method.weigh(strategies.alpha[able], strategies.quality[able], samples)
     return [

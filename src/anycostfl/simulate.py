@@ -51,7 +51,7 @@ def _play(server: Server, workers: int, memories: dict[int, State]) -> Turns:
                     config.fleet,
                     seed=config.run.seed,
                     round_index=number,
-                    samples=side.sample_counts().numpy(),
+                    samples=side.sample_counts(),
                     profiles=profiles,
                     ready=server.bench.free(everyone, number),
                 )

@@ -189,9 +189,9 @@ class DeviceSide:
         start = int(self.shared.ends[device - 1]) if device else 0
         return self.shared.samples[start : int(self.shared.ends[device])]
 
-    def sample_counts(self) -> Tensor:
+    def sample_counts(self) -> npt.NDArray[np.int64]:
         """How many samples every device of the fleet holds."""
-        return torch.diff(self.shared.ends, prepend=torch.zeros(1, dtype=self.shared.ends.dtype))
+        return np.diff(self.shared.ends.numpy(), prepend=0)
 
     def test_chunks(self) -> range:
         """Where each chunk of the test images starts."""

@@ -88,7 +88,7 @@ def _show_plan(config: Config, *, json: bool) -> None:
     """What a run would cost, from the planner alone; whether it could start, from a try."""
     samples = None
     try:
-        samples = prepare(config).sample_counts().numpy()
+        samples = prepare(config).sample_counts()
     except DataMissing as error:
         note(str(error))
     profiles, seed = profiles_of(config.fleet), config.run.seed

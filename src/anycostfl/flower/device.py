@@ -215,7 +215,7 @@ class Device:
         """How many samples every device of the fleet holds, as far as this one knows."""
         if self.setup.all_data:
             return np.full(self.config.fleet.devices, len(self.side.shared.train_labels))
-        return self.side.sample_counts().numpy()
+        return self.side.sample_counts()
 
     def _kinds(self) -> dict[str, Profile]:
         """What the experiment's fleet is made of."""
