@@ -11,18 +11,10 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 
 from anycostfl.aggregate import advance
-from anycostfl.bench import Bench, benched
+from anycostfl.bench import benched
 from anycostfl.config import Config, essence
 from anycostfl.coupling import copy_of, tensors_of
-from anycostfl.downlink import (
-    Ledger,
-    Step,
-    charge_downloads,
-    check_share,
-    first_public,
-    make_step,
-    showing,
-)
+from anycostfl.downlink import Step, charge_downloads, check_share, first_public, make_step, showing
 from anycostfl.experiment import prepare
 from anycostfl.fleet import Cohort
 from anycostfl.methods import State
@@ -64,12 +56,11 @@ class Server:
         self.side = prepare(config)
         self.net = self.side.net
         self.rules = replace(config.aggregation, momentum=self.method.momentum)
-        self.first = start.rounds if start else 0  # the round to go on with
-        self.velocity: State = start.velocity if start else {}
-        self.bench = start.bench if start else Bench()
-        self.ledger = start.ledger if start else Ledger()
-        self.public: State = start.public if start else {}
-        self.moved: Order = start.moved if start else {}  # where each channel was at first
+        at = start or Snapshot(0, {})
+        self.first = at.rounds  # the round to go on with
+        self.velocity, self.public = at.velocity, at.public
+        self.moved: Order = at.moved  # where each channel was at first
+        self.bench, self.ledger = at.bench, at.ledger
         self.step: Step | None = None
         if start is not None:
             self.net.load(start.state)
