@@ -46,7 +46,8 @@ from flwr.supernode.fleet_http_client import FleetHttpClient
 from starlette.types import Receive, Scope, Send
 
 from anycostfl.cli import build_app
-from anycostfl.cli.serve import _go_on
+from anycostfl.cli._rounds import go_on
+from anycostfl.cli.serve import for_devices
 from anycostfl.config import to_toml
 from anycostfl.coupling import tensors_of
 from anycostfl.errors import AnycostError, ConfigError
@@ -683,7 +684,7 @@ def test_a_run_that_was_simulated_is_saved_after_every_round_when_it_is_served(
     tmp_path: Path,
 ) -> None:
     begin(tmp_path / "run", small_config(tmp_path, "run.checkpoint_every=5"))
-    config, _, _ = _go_on(tmp_path / "run", None)
+    config = for_devices(go_on(tmp_path / "run", None, simulated=False).config)
     assert (config.run.checkpoint_every, config.training.precision) == (1, "fp32")
 
 

@@ -19,7 +19,7 @@ from anycostfl.errors import ConfigError, MissingExtra
 from anycostfl.files import writing_to
 from anycostfl.records import ELSEWHERE, PAGE, totals
 from anycostfl.report import draw_curves, summarise, write_page
-from anycostfl.runs import Stopped
+from anycostfl.runs import Stopped, check_engine, take_up
 from anycostfl.types import RoundRecord
 
 WHAT_WOULD_DO = (
@@ -51,14 +51,17 @@ def free_folder(name: str) -> Path:
         return folder
 
 
-def longer(before: Stopped, rounds: int | None) -> Stopped:
-    """The run as it is to go on: up to so many rounds, if that is said."""
-    if rounds is None:
-        return before
-    if rounds < len(before.records):
-        raise ConfigError([f"--rounds: given {rounds}, allowed {len(before.records)} or more"])
-    run = replace(before.config.run, rounds=rounds)
-    return replace(before, config=replace(before.config, run=run))
+def go_on(folder: Path, rounds: int | None, *, simulated: bool) -> Stopped:
+    """A run as it is to go on where it was played before, to so many rounds if that is said."""
+    before = take_up(folder)
+    if rounds is not None:
+        if rounds < len(before.records):
+            raise ConfigError([f"--rounds: given {rounds}, allowed {len(before.records)} or more"])
+        run = replace(before.config.run, rounds=rounds)
+        before = replace(before, config=replace(before.config, run=run))
+    check_engine(before, simulated=simulated)
+    note(*before.remarks)
+    return before
 
 
 def follow(

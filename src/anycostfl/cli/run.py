@@ -12,13 +12,13 @@ import typer
 from anycostfl.cli._console import Json, emit_json, note, out, say, table
 from anycostfl.cli._engine import find_engine
 from anycostfl.cli._options import MaybePreset, Overrides
-from anycostfl.cli._rounds import WHAT_WOULD_DO, conclude, follow, free_folder, longer, spent
+from anycostfl.cli._rounds import WHAT_WOULD_DO, conclude, follow, free_folder, go_on, spent
 from anycostfl.config import Config, load_preset, profiles_of, to_toml
 from anycostfl.data import DataMissing
 from anycostfl.errors import ConfigError
 from anycostfl.experiment import prepare, settle
 from anycostfl.fleet import draw_cohort
-from anycostfl.runs import Turns, begin, check_engine, keep, take_up
+from anycostfl.runs import Turns, begin, keep
 from anycostfl.types import RoundRecord
 from anycostfl.workers import count_workers
 
@@ -44,9 +44,7 @@ def run(
             raise ConfigError(
                 ["--resume takes the run as it is: no preset, --set, --out or --dry-run"]
             )
-        before = longer(take_up(resume), rounds)
-        check_engine(before, simulated=engine == "own")
-        note(*before.remarks)
+        before = go_on(resume, rounds, simulated=engine == "own")
         config, writer, records = before.config, before.writer, before.records
         turns = play(config, workers=processes, start=before.start)
         if rounds is not None:

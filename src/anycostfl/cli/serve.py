@@ -13,15 +13,15 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from anycostfl.attacks import check_honest
-from anycostfl.cli._console import Json, note, out, say, table
+from anycostfl.cli._console import Json, out, say, table
 from anycostfl.cli._flower import hush_flower, need_flower
 from anycostfl.cli._options import MaybePreset, Overrides
-from anycostfl.cli._rounds import conclude, follow, free_folder, longer
+from anycostfl.cli._rounds import conclude, follow, free_folder, go_on
 from anycostfl.config import Config, load_preset, to_toml
 from anycostfl.errors import ConfigError
 from anycostfl.experiment import prepare
 from anycostfl.records import RunWriter
-from anycostfl.runs import begin, check_engine, take_up
+from anycostfl.runs import begin
 from anycostfl.types import RoundRecord
 
 if TYPE_CHECKING:
@@ -65,7 +65,8 @@ def serve(
     if resume is not None:
         if set_ or out_dir or preset:
             raise ConfigError(["--resume takes the run as it is: no preset, --set or --out"])
-        config, writer, records = _go_on(resume, rounds)
+        before = go_on(resume, rounds, simulated=False)
+        config, writer, records = for_devices(before.config), before.writer, before.records
         check_counts(config, wait_for, min_replies)
         writer.reconfigure(to_toml(config))
     else:
@@ -94,13 +95,6 @@ def serve(
 def _begin(config: Config, name: str, out_dir: Path | None) -> RunWriter:
     prepare(config)  # first: a start that fails leaves no folder behind
     return begin(out_dir or free_folder(Path(name).stem), config)
-
-
-def _go_on(folder: Path, rounds: int | None) -> tuple[Config, RunWriter, list[RoundRecord]]:
-    before = longer(take_up(folder), rounds)
-    check_engine(before, simulated=False)
-    note(*before.remarks)
-    return for_devices(before.config), before.writer, before.records
 
 
 def _check_keys(*needed: Path) -> None:
