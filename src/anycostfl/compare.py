@@ -23,7 +23,7 @@ from anycostfl.config import Config, identity, parse_config, profiles_of, to_tom
 from anycostfl.errors import AnycostError
 from anycostfl.fleet import draw_cohort
 from anycostfl.records import CONFIG, read_config, read_journal
-from anycostfl.rounds import charge, is_due
+from anycostfl.rounds import charge
 from anycostfl.runs import Turns, begin, check_files, keep, take_up
 from anycostfl.simulate import play
 from anycostfl.types import Profile, RoundRecord
@@ -135,7 +135,7 @@ def _evaluated(config: Config, rounds: float) -> int:
 
 def _if_due(record: RoundRecord, config: Config) -> RoundRecord:
     """Without the accuracy of what was the last round once, when fewer were asked for."""
-    return record if is_due(config, record.round) else replace(record, accuracy=None)
+    return record if config.run.evaluates(record.round) else replace(record, accuracy=None)
 
 
 def _open(case: Case, home: Path, workers: int) -> tuple[list[RoundRecord], Turns]:

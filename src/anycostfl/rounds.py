@@ -29,7 +29,7 @@ from anycostfl.config import Config, identity
 from anycostfl.errors import PayloadError
 from anycostfl.fleet import Cohort
 from anycostfl.methods import Method, State, Upload, elements
-from anycostfl.shrink import Order, WidthPlan, calibration_batches, recalibrate
+from anycostfl.shrink import Order, WidthPlan
 from anycostfl.types import (
     Binds,
     DeviceRecord,
@@ -39,7 +39,7 @@ from anycostfl.types import (
     Update,
     Workload,
 )
-from anycostfl.workers import DeviceSide, Executor, Job, Purpose, Reply, draw_seed
+from anycostfl.workers import DeviceSide, Job, Purpose, Reply, draw_seed
 
 # --- what the server tells each device ------------------------------------------------------------
 
@@ -289,17 +289,3 @@ def charge(record: DeviceRecord, devices: Devices, i: int, workload: Workload) -
         compute_j=float(cost.compute_energy_j(cycles, clock, here.energy_coefficient)[0]),
         upload_j=float(cost.upload_energy_j(np.array([upload_s]), here.power_w)[0]),
     )
-
-
-# --- how good the model has become ----------------------------------------------------------------
-
-
-def is_due(config: Config, number: int) -> bool:
-    """Whether a round ends with an evaluation; the last one always does."""
-    return (number + 1) % config.run.evaluate_every == 0 or number + 1 == config.run.rounds
-
-
-def evaluate(side: DeviceSide, executor: Executor) -> float:
-    """Accuracy of the global model on all test images, BatchNorm statistics measured first."""
-    recalibrate(side.net.module, calibration_batches(side.shared.train_images))
-    return executor.correct() / len(side.shared.test_labels)

@@ -18,18 +18,9 @@ from anycostfl.downlink import Step, charge_downloads, check_share, first_public
 from anycostfl.experiment import prepare
 from anycostfl.fleet import Cohort
 from anycostfl.methods import State
-from anycostfl.rounds import (
-    Assignment,
-    Outcome,
-    accepted,
-    assign,
-    describe,
-    evaluate,
-    is_due,
-    screen,
-)
+from anycostfl.rounds import Assignment, Outcome, accepted, assign, describe, screen
 from anycostfl.runs import Snapshot
-from anycostfl.shrink import Order
+from anycostfl.shrink import Order, calibration_batches, recalibrate
 from anycostfl.types import DeviceRecord, RoundRecord, Strategies
 from anycostfl.workers import Executor
 
@@ -101,8 +92,12 @@ class Server:
         return outcomes
 
     def accuracy(self, number: int, executor: Executor) -> float | None:
-        """Of the global model, after rounds that end with an evaluation."""
-        return evaluate(self.side, executor) if is_due(self.config, number) else None
+        """Of the global model on all test images, after rounds that end with an evaluation."""
+        if not self.config.run.evaluates(number):
+            return None
+        shared = self.side.shared
+        recalibrate(self.net.module, calibration_batches(shared.train_images))
+        return executor.correct() / len(shared.test_labels)
 
     def downloads(self, cohort: Cohort) -> dict[int, int]:
         """What every device of a cohort is sent, if there is a public model."""
