@@ -102,16 +102,7 @@ def describe(name: str, net: ElasticModel, sub: SubModel) -> dict[str, object]:
             "ratio": plan.flops_ratio,
         },
         "groups": [
-            {
-                "name": group.name,
-                "channels": group.size,
-                "width": plan.widths[group.name],
-                "parameters_per_channel": _per_channel(group, net)[0],
-                "training_flops_per_channel": _per_channel(group, net)[1],
-                "produced_by": [s.tensor for s in group.slots if s.produces],
-                "tensors": sorted({s.tensor for s in group.slots}),
-            }
-            for group in coupling.groups
+            _describe_group(group, net, plan.widths[group.name]) for group in coupling.groups
         ],
         "unused": list(coupling.unused),
         "turn_together": [[name for name, _ in dial.sizes] for dial in net.dials],
@@ -126,6 +117,19 @@ def describe(name: str, net: ElasticModel, sub: SubModel) -> dict[str, object]:
             }
             for pin in coupling.pins
         ],
+    }
+
+
+def _describe_group(group: Group, net: ElasticModel, width: int) -> dict[str, object]:
+    parameters, flops = _per_channel(group, net)
+    return {
+        "name": group.name,
+        "channels": group.size,
+        "width": width,
+        "parameters_per_channel": parameters,
+        "training_flops_per_channel": flops,
+        "produced_by": [s.tensor for s in group.slots if s.produces],
+        "tensors": sorted({s.tensor for s in group.slots}),
     }
 
 
