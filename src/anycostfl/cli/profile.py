@@ -16,6 +16,7 @@ from anycostfl.errors import ConfigError
 from anycostfl.files import StorageError
 from anycostfl.profile import Measurement
 from anycostfl.profile.network import listen, measure_rate, parse_address
+from anycostfl.profile.pace import Pace
 
 GOOD_ENOUGH = 0.15
 
@@ -98,26 +99,26 @@ def _plain(measured: Measurement) -> dict[str, object]:
     }
 
 
+def _cells(measured: Measurement, pace: Pace) -> list[str]:
+    """What was reached at a width, beside what is predicted."""
+    flops = measured.config.workload.flops_per_sample
+    reached = flops * pace.flops_ratio / pace.seconds_per_sample
+    predicted = measured.speed.seconds(flops, pace.alpha)
+    return [
+        f"{pace.alpha:g}",
+        f"{pace.flops_ratio:.3f}",
+        f"{1e3 * pace.seconds_per_sample:.3f}",
+        f"{reached / 1e9:.2f}",
+        f"{reached / measured.clock.now_hz:.2f}",
+        f"{1e3 * predicted:.3f}",
+        f"{100 * (predicted / pace.seconds_per_sample - 1):+.0f} %",
+    ]
+
+
 def _show(measured: Measurement, preset: str, path: Path) -> None:
-    flops, clock = measured.config.workload.flops_per_sample, measured.clock
-    rows = []
-    for pace in measured.paces:
-        reached = flops * pace.flops_ratio / pace.seconds_per_sample
-        predicted = measured.speed.seconds(flops, pace.alpha)
-        rows.append(
-            (
-                f"{pace.alpha:g}",
-                f"{pace.flops_ratio:.3f}",
-                f"{1e3 * pace.seconds_per_sample:.3f}",
-                f"{reached / 1e9:.2f}",
-                f"{reached / clock.now_hz:.2f}",
-                f"{1e3 * predicted:.3f}",
-                f"{100 * (predicted / pace.seconds_per_sample - 1):+.0f} %",
-            )
-        )
     columns = (">α", ">FLOPs", ">ms/sample", ">GFLOP/s", ">per cycle", ">predicted ms", ">error")
-    out.print(table("", columns, rows))
-    power, energy = measured.energy.power, measured.energy
+    out.print(table("", columns, [_cells(measured, pace) for pace in measured.paces]))
+    clock, power, energy = measured.clock, measured.energy.power, measured.energy
     facts = [
         ("clock", f"{clock.now_hz / 1e9:.3f} GHz ({clock.source})"),
         ("FLOPs per cycle", f"{measured.flops_per_cycle:.3g}, threads: {measured.threads}"),
