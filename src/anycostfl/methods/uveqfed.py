@@ -47,18 +47,13 @@ def nearest(points: Doubles) -> Ints:
     return np.stack([across, up], 1).astype(np.int64)
 
 
-def dither(binding: bytes, pairs: int) -> Doubles:
-    """The points both sides draw: uniform over the cell around the origin."""
-    return _inside(_random(binding), pairs)
-
-
 def _random(binding: bytes) -> np.random.Generator:
     seed = int.from_bytes(blake2s(binding, digest_size=16, person=b"uveqfed1").digest())
     return np.random.default_rng(seed)
 
 
-def _inside(random: np.random.Generator, pairs: int) -> Doubles:
-    """The next points of a stream."""
+def dither(random: np.random.Generator, pairs: int) -> Doubles:
+    """The next points that both sides draw: uniform over the cell around the origin."""
     spread = random.random((pairs, 2)) @ BASIS
     inside: Doubles = spread - nearest(spread) @ BASIS
     return inside
@@ -77,7 +72,7 @@ def quantize(flat: Floats, ranked: Ranked, count: int, binding: bytes) -> Sparse
     if not scale > 0:
         return Sparse.nothing(flat.size)
     pairs = np.resize(np.append(chosen, 0.0), (-(-chosen.size // 2), 2))
-    points = nearest(pairs / np.float64(scale) + dither(binding, len(pairs)))
+    points = nearest(pairs / np.float64(scale) + dither(_random(binding), len(pairs)))
     return Sparse(kept, (float(scale),), points.ravel())
 
 
@@ -87,7 +82,7 @@ def dequantize(sparse: Sparse, binding: bytes) -> Floats:
     pairs, random = sparse.integers.reshape(-1, 2), _random(binding)
     for begin in range(0, len(pairs), CHUNK):  # a lattice point takes ten times its element
         chunk = pairs[begin : begin + CHUNK]
-        points = sparse.scalars[0] * (chunk @ BASIS - _inside(random, len(chunk)))
+        points = sparse.scalars[0] * (chunk @ BASIS - dither(random, len(chunk)))
         values[2 * begin : 2 * (begin + len(chunk))] = np.clip(points.ravel(), -LARGEST, LARGEST)
     flat = np.zeros(sparse.kept.size, np.float32)
     flat[sparse.kept] = values[: np.count_nonzero(sparse.kept)]
