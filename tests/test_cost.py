@@ -45,9 +45,9 @@ def test_path_loss_is_the_macro_cell_model() -> None:
 
 
 def test_rate_is_shannons() -> None:
-    # signal and noise equal: one bit per second and hertz
+    # three times the noise: two bits per second and hertz
     noise_w = 10 ** ((-174 - 30) / 10) * 1e6
-    assert cost.uplink_rate_bps(1e6, 1.0, noise_w) == pytest.approx(1e6)
+    assert cost.uplink_rate_bps(1e6, 3.0, noise_w) == pytest.approx(2e6)
 
 
 @given(

@@ -85,16 +85,20 @@ def test_global_bound_by_hand() -> None:
 @given(alpha=share, beta=share)
 def test_gain_is_a_share_and_step_c_of_theorem_2_holds(alpha: float, beta: float) -> None:
     gain = float(theory.learning_gain(alpha, beta))
+    assert gain == pytest.approx(alpha**4 * beta)
     assert 0.0 <= gain <= 1.0
     assert float(theory.local_divergence_bound(alpha, beta)) <= 1.0 - gain + 1e-12
 
 
 def test_factor_and_rounds_by_hand() -> None:
-    factor = theory.convergence_factor(1.0, strong_convexity=0.5, lipschitz=1.0)
+    factor = theory.convergence_factor(1.0, strong_convexity=2.0, lipschitz=4.0)
     assert factor == 0.5
+    assert theory.convergence_factor(1.0, strong_convexity=2.0, lipschitz=2.0) == 0.0
     assert theory.rounds_to(1.0, factor=factor, start=8.0) == 4.0  # 8 → 4 → 2 → 1
     assert theory.rounds_to(9.0, factor=factor, start=8.0) == 1.0
-    assert theory.rounds_to(1.0, factor=-0.1, start=8.0) == 2.0
+    assert theory.rounds_to(1.0, factor=0.2, start=125.0) == 4.0  # though log 125 / log 5 > 3 here
+    for factor in (0.0, -0.1):
+        assert theory.rounds_to(1.0, factor=factor, start=8.0) == 2.0
 
 
 def test_no_promise_without_gain() -> None:
@@ -120,10 +124,12 @@ def test_bad_values_are_all_named() -> None:
     with pytest.raises(ConfigError) as caught:
         theory.divergence_ratio(1.5, float("nan"))
     assert len(caught.value.problems) == 2
-    with pytest.raises(ConfigError, match="0 < ν <= λ"):
-        theory.convergence_factor(0.5, strong_convexity=2.0, lipschitz=1.0)
-    with pytest.raises(ConfigError, match="numbers > 0"):
-        theory.rounds_to(0.0, factor=0.5, start=1.0)
+    for convexity in (0.0, 2.0):
+        with pytest.raises(ConfigError, match="0 < ν <= λ"):
+            theory.convergence_factor(0.5, strong_convexity=convexity, lipschitz=1.0)
+    for target, start in ((0.0, 1.0), (1.0, 0.0)):
+        with pytest.raises(ConfigError, match="numbers > 0"):
+            theory.rounds_to(target, factor=0.5, start=start)
 
 
 # --- the quality of a measured codec --------------------------------------------------------------
