@@ -1,6 +1,7 @@
 """Theorem 1's weights, and the element-wise aggregation against brute force."""
 
 import functools
+import math
 from dataclasses import replace
 
 import numpy as np
@@ -157,8 +158,29 @@ def test_tensors_nobody_sends_stay() -> None:
     sent = Update(
         {"0.weight": only.update.values["0.weight"]}, {"0.weight": only.update.masks["0.weight"]}
     )
-    new = aggregate(state, [Contribution(only.plan, sent, 1.0)])
+    given_ = [Contribution(only.plan, sent, 1.0)]
+    new = aggregate(state, given_)
     assert torch.equal(new["statistics"], torch.ones(3))
+    assert new["statistics"].data_ptr() != state["statistics"].data_ptr()
+    moved, velocity = advance(state, given_, Rules(momentum=0.9), {})
+    assert torch.equal(moved["statistics"], torch.ones(3))
+    assert not velocity["statistics"].any()
+
+
+def test_what_is_returned_knows_nothing_of_gradients() -> None:
+    state = dict(net().module.named_parameters())
+    results = advance(state, [random_contribution(1.0, 1.0, 0)], Rules(momentum=0.9), {})
+    assert not any(tensor.requires_grad for result in results for tensor in result.values())
+
+
+def test_weights_are_finite_and_not_negative() -> None:
+    some = random_contribution(1.0, 1.0, 0)
+    for weight in (-0.1, math.nan, math.inf):
+        with pytest.raises(ConfigError, match="allowed a finite number >= 0"):
+            replace(some, weight=weight)
+    state = {n: torch.zeros_like(p) for n, p in net().module.named_parameters()}
+    new = aggregate(state, [replace(some, weight=0.0)])
+    assert not any(tensor.any() for tensor in new.values())
 
 
 def test_indices_that_are_no_prefix_are_added_in_place() -> None:
