@@ -136,7 +136,7 @@ def _carry(velocity: Tensor, move: _Move | None, momentum: float) -> Tensor:
     if move is None:
         return velocity
     carried = momentum * velocity.double() + move.step
-    return torch.where(move.sent, carried, velocity.double()).to(velocity.dtype)
+    return torch.where(move.sent, carried, velocity).to(velocity.dtype)
 
 
 def _weighted_means(
@@ -185,13 +185,13 @@ def _ranked_means(
 
 def _middle(values: Tensor, sent: Tensor, rules: Rules) -> _Move:
     count = sent.sum(0)
-    out = (count - 1) // 2 if rules.combine == "median" else (rules.trim * count).floor().long()
-    out = torch.minimum(out, (count - 1) // 2).clamp(min=0)
+    trim = 0.5 if rules.combine == "median" else rules.trim
+    out = torch.minimum((trim * count).long(), (count - 1) // 2)  # at least one is left
     ordered = torch.where(sent, values, torch.inf).sort(0).values
     rank = torch.arange(len(values)).view(-1, *[1] * (values.dim() - 1))
     inside = (rank >= out) & (rank < count - out)
-    mean = torch.where(inside, ordered, 0.0).sum(0) / (count - 2 * out).clamp(min=1)
-    enough = count >= max(rules.least, 1)
+    mean = torch.where(inside, ordered, 0.0).sum(0) / (count - 2 * out)
+    enough = count >= rules.least
     return _Move(torch.where(enough, mean, 0.0), enough)
 
 
