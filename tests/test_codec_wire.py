@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from anycostfl.codec import compress, decompress, sections
+from anycostfl import methods
+from anycostfl.codec import compress, decompress, frame, sections
 from anycostfl.codec.frame import OVERHEAD
 from anycostfl.errors import PayloadError
 from mutations import join, seal, split
@@ -41,7 +42,9 @@ def test_header_fields_lie_where_the_documentation_says(payload: bytes) -> None:
 
 def test_empty_update_is_header_and_checksum() -> None:
     zeros = {name: torch.zeros(shape) for name, shape in SHAPES.items()}
-    assert len(compress(zeros, 1.0, seed=0)) == OVERHEAD == 26
+    payload = compress(zeros, 1.0, seed=0)
+    assert len(payload) == OVERHEAD == 26
+    assert not any(tensor.any() for tensor in decompress(payload, SHAPES).values.values())
 
 
 @pytest.mark.parametrize(
@@ -87,6 +90,27 @@ def test_optional_section_of_a_later_minor_version_is_skipped(payload: bytes) ->
 def test_critical_section_of_a_later_minor_version_is_refused(payload: bytes) -> None:
     extra = join(payload, [*split(payload), (0xF0, b"later")])
     assert "unknown section 0xf0 in format 1.1" in refused(as_minor(extra, 1))
+
+
+@pytest.mark.parametrize(
+    ("method", "codec"),
+    [("fedavg", ""), ("stc", ""), ("anycostfl", "kernel+"), ("anycostfl", "lowrank")],
+)
+def test_a_format_without_sections_is_read_in_its_own_version_only(method: str, codec: str) -> None:
+    update = {name: torch.ones(shape) for name, shape in SHAPES.items()}
+    chosen = methods.load(method)
+    payload = chosen.encode(update, methods.Upload(1.0, 0, b"plan", codec=codec))
+    chosen.decode(payload, SHAPES, b"plan")
+    with pytest.raises(PayloadError, match=r"of format 1\.1; this program reads 1\.0"):
+        chosen.decode(as_minor(payload, 1), SHAPES, b"plan")
+
+
+def test_a_payload_ends_where_its_length_field_does(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(frame, "MAX_LENGTH", 100)  # really 4 GiB
+    tie = frame.bond(b"plan", SHAPES)
+    assert len(frame.seal(b"ACFS", bytes(100 - OVERHEAD), tie)) == 100
+    with pytest.raises(PayloadError, match="beyond the format"):
+        frame.seal(b"ACFS", bytes(101 - OVERHEAD), tie)
 
 
 def test_sections_must_be_complete_single_and_in_order(payload: bytes) -> None:
