@@ -169,8 +169,9 @@ def test_tensors_nobody_sends_stay() -> None:
 
 def test_what_is_returned_knows_nothing_of_gradients() -> None:
     state = dict(net().module.named_parameters())
-    results = advance(state, [random_contribution(1.0, 1.0, 0)], Rules(momentum=0.9), {})
-    assert not any(tensor.requires_grad for result in results for tensor in result.values())
+    moved, velocity = advance(state, [random_contribution(1.0, 1.0, 0)], Rules(momentum=0.9), {})
+    for result in (moved, velocity, aggregate(state, [])):
+        assert not any(tensor.requires_grad for tensor in result.values())
 
 
 def test_weights_are_finite_and_not_negative() -> None:

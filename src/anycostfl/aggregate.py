@@ -112,7 +112,7 @@ def advance(
     else:
         moves = _ranked_means(like, list(contributions), rules)
     if rules.momentum:
-        velocity = velocity or {n: torch.zeros_like(w.detach()) for n, w in like.items()}
+        velocity = velocity or {n: torch.zeros_like(w) for n, w in like.items()}
         velocity = {n: _carry(v, moves.get(n), rules.momentum) for n, v in velocity.items()}
         moves = {n: m._replace(step=velocity[n].where(m.sent, 0.0)) for n, m in moves.items()}
     state = {
