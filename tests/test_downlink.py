@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from anycostfl import ElasticModel
+from anycostfl.coupling import copy_of
 from anycostfl.downlink import (
     Ledger,
     Step,
@@ -71,6 +72,28 @@ def test_devices_that_take_the_steps_hold_what_the_server_thinks_they_hold() -> 
         assert all(torch.equal(held[n], t) for n, t in there.items())
     step, _ = make_step(model, there, model.sort_channels(), 0.1, ("x", 5))
     assert not step.order  # sorted already: nothing moves
+
+
+def test_channels_that_move_take_the_public_model_along() -> None:
+    model = net()
+    wander(model, 0)
+    public = first_public(model.module)
+    swapped = {g.name: torch.tensor([1, 0, *range(2, g.size)]) for g in model.coupling.groups}
+    model.load(model.permute(copy_of(model.module), swapped))
+    step, public = make_step(model, public, swapped, 0.1, WHERE)
+    assert step.payload == b""  # in its own coordinates nothing has changed
+    assert step.size == 4 * (48 + 32)
+    assert distance(model, public) == 0
+    assert not any(tensor.requires_grad for tensor in public.values())
+
+
+def test_a_single_element_is_worth_a_step() -> None:
+    model = net()
+    public = first_public(model.module)
+    with torch.no_grad():
+        model.module.get_parameter("2.bias")[3] += 1.0
+    _, public = make_step(model, public, {}, 0.5, WHERE)
+    assert distance(model, public) < 1e-3
 
 
 def test_a_part_that_is_not_trained_is_public_too() -> None:
