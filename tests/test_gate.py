@@ -18,6 +18,7 @@ from anycostfl.bench import Agreed, Bench, Gate, bench_of
 from anycostfl.codec.frame import OVERHEAD
 from anycostfl.config import to_toml
 from anycostfl.coupling import tensors_of
+from anycostfl.errors import ConfigError
 from anycostfl.experiment import prepare
 from anycostfl.fleet import draw_cohort
 from anycostfl.methods import elements
@@ -68,6 +69,18 @@ def test_three_refusals_bench_a_device_and_one_more_does_when_it_is_back() -> No
     assert bench.back == {5: 12}
 
 
+def test_sitting_out_prolongs_nothing_and_a_use_takes_a_strike_back() -> None:
+    rules = Gate(strikes=3, bench_rounds=4)
+    bench = bench_of([told(n, d5="refused: damaged: x") for n in range(3)], rules)
+    for number in range(3, 7):
+        bench = bench.after(told(number, d5="benched: until round 7"), rules)
+    assert bench == Bench(strikes={5: 2})
+    bench = bench.after(told(7, d5="ok"), rules)
+    assert bench == Bench(strikes={5: 1})
+    bench = bench.after(told(8, d5="refused: damaged: x"), rules)
+    assert bench == Bench(strikes={5: 2})
+
+
 @pytest.mark.parametrize(
     "status",
     ["missing: no reply within 2 s", "failed: nan", "sat out: radio", "unused: 1", "benched: x"],
@@ -79,6 +92,13 @@ def test_a_bad_link_or_a_bad_day_is_no_strike(status: str) -> None:
 def test_second_replies_are_strikes_though_the_first_is_used() -> None:
     device = DeviceRecord(5, "ok", 1, 0.0, 1.0, 1.0, surplus=(DUPLICATE,) * 4)
     assert bench_of([RoundRecord(0, None, (device,))], Gate()).back == {5: 21}
+
+
+def test_a_gate_of_no_rounds_or_less_than_no_strikes_is_refused() -> None:
+    with pytest.raises(ConfigError, match="strikes"):
+        Gate(strikes=-1)
+    with pytest.raises(ConfigError, match="bench_rounds"):
+        Gate(bench_rounds=0)
 
 
 def test_no_strikes_no_bench() -> None:
