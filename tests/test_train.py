@@ -91,6 +91,17 @@ def test_statistics_of_any_number_of_samples() -> None:
     assert torch.allclose(cast("Tensor", norm.running_var), images.var(0), rtol=0.1)
 
 
+def test_statistics_do_not_depend_on_how_a_file_is_sorted() -> None:
+    """Ten classes with means of their own, one after the other."""
+    module, classes = nn.Sequential(nn.BatchNorm1d(4)), torch.arange(10).repeat_interleave(500)
+    draw = torch.Generator().manual_seed(31337)
+    images = torch.randn(5000, 4, generator=draw) + classes[:, None]
+    recalibrate(module, calibration_batches(images))
+    norm = cast("nn.BatchNorm1d", module[0])
+    assert torch.allclose(cast("Tensor", norm.running_mean), images.mean(0), atol=0.5)
+    assert torch.allclose(cast("Tensor", norm.running_var), images.var(0), rtol=0.2)
+
+
 def test_what_a_module_draws_follows_from_the_seed_and_from_nothing_else() -> None:
     module = nn.Sequential(nn.Linear(4, 64), nn.Dropout(), nn.Linear(64, 3))
     images, labels = torch.randn(16, 4), torch.arange(16) % 3

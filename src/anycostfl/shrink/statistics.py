@@ -55,10 +55,14 @@ def _plain_average(norms: Sequence[nn.modules.batchnorm._BatchNorm]) -> Iterator
             norm.momentum = momentum
 
 
-def calibration_batches(images: Tensor) -> list[Tensor]:
+def calibration_batches(images: Tensor) -> Iterator[Tensor]:
     """The training images on which BatchNorm statistics are measured (docs/decisions/0003).
 
-    A last batch of one is left out: it has no variance.
+    They are drawn, always the same ones: in a file that is sorted by class the first images are all
+    of one class. A last batch of one is left out: it has no variance.
     """
-    batches = torch.split(images[:RECALIBRATION_IMAGES], 128)
-    return [batch for batch in batches if len(batch) > 1 or len(batches) == 1]
+    order = torch.randperm(len(images), generator=torch.Generator().manual_seed(0))
+    batches = torch.split(order[:RECALIBRATION_IMAGES], 128)
+    for batch in batches:
+        if len(batch) > 1 or len(batches) == 1:
+            yield images[batch.to(images.device)]
