@@ -6,7 +6,9 @@ where ξ_j is |v[j]|·s/‖v‖₂ rounded up or down at random, so that E[ũ] =
 s = ⌈√k / STEP⌉: points lie STEP root-mean-squares of v apart. Full width at a fixed rate; the clock
 meets the latency budget; weights by sample count, as in FedAvg.
 
-Deviation: Elias codes of the original are replaced by the entropy coder that all methods share.
+Deviations: Elias codes of the original are replaced by the entropy coder that all methods share. It
+quantizes buckets of elements, each by a norm of its own; here one norm is for all, which at this
+rate leaves as much of a CNN's update as a norm for every tensor, or for every 512 elements, does.
 """
 
 from __future__ import annotations
