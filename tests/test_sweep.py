@@ -40,6 +40,8 @@ def test_ablation_charges_what_the_missing_part_saved(tmp_path: Path) -> None:
     assert found["anycostfl/without-fgc"]["gigabytes"] > 10 * whole["gigabytes"]
     assert found["anycostfl/without-aio"]["gigabytes"] == pytest.approx(whole["gigabytes"])
     assert (tmp_path / "all" / "ablation.png").stat().st_size > 5_000
+    written = (tmp_path / "all" / "ablation.csv").read_text().splitlines()[1].split(",")
+    assert float(written[4]) == pytest.approx(whole["gigabytes"], rel=0.1)  # tiny, but not 0.000
 
 
 def test_heterogeneity_trains_only_what_plans_otherwise(tmp_path: Path) -> None:

@@ -361,9 +361,14 @@ def _cost_cells(cost: Cost, base: Cost | None) -> list[str]:
     ):
         value, beside = getattr(cost, name), getattr(base, name, 0)
         ratio = f" ({value / beside:.2f}×)" if beside else ""
-        few = 0 < value < 10.0 ** (1 - digits)  # a tiny experiment has figures, too
-        texts.append((f"{value:.2g}" if few else f"{value:.{digits}f}") + ratio)
+        texts.append(as_figure(value, digits) + ratio)
     return texts
+
+
+def as_figure(value: float, digits: int) -> str:
+    """A cost with so many digits after the point; a tiny experiment has figures, too."""
+    few = 0 < value < 10.0 ** (1 - digits)
+    return f"{value:.2g}" if few else f"{value:.{digits}f}"
 
 
 def to_markdown(header: Sequence[str], cells: Sequence[Sequence[str]]) -> str:

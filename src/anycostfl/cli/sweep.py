@@ -35,7 +35,15 @@ from anycostfl.cli._series import (
     show,
     working_on,
 )
-from anycostfl.compare import Series, Spent, as_bounds, cost_to, nothing_in, to_markdown
+from anycostfl.compare import (
+    Series,
+    Spent,
+    as_bounds,
+    as_figure,
+    cost_to,
+    nothing_in,
+    to_markdown,
+)
 from anycostfl.config import Config
 from anycostfl.errors import ConfigError, MissingExtra
 from anycostfl.files import write_whole, writing_to
@@ -225,7 +233,7 @@ def _check_played(series: Series, found: Iterable[Spent]) -> None:
 
 
 def _cells(spent: Spent) -> list[str]:
-    figures = (f"{getattr(spent.cost, key):.3f}" for key in QUANTITIES.values())
+    figures = (as_figure(getattr(spent.cost, key), 3) for key in QUANTITIES.values())
     return as_bounds([f"{spent.cost.rounds:.0f}", *figures], reached=spent.reached)
 
 
