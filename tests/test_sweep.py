@@ -15,7 +15,7 @@ from anycostfl.cli import sweep as cli_sweep
 from anycostfl.compare import Series
 from anycostfl.errors import ConfigError
 from anycostfl.fleet import draw_cohort
-from anycostfl.sweep import WIDTHS, spread_over, widths
+from anycostfl.sweep import KINDS, WIDTHS, spread_over, widths
 from small_runs import small_config, small_overrides
 
 
@@ -71,7 +71,7 @@ def test_a_spread_that_cannot_be_is_told_before_any_round(tmp_path: Path) -> Non
 
 
 def test_nothing_is_shown_of_what_was_not_played(tmp_path: Path) -> None:
-    for kind in ("ablation", "compute"):
+    for kind in KINDS:
         arguments = ["sweep", kind, "demo", "--show", "--out", str(tmp_path)]
         result = CliRunner().invoke(build_app(), arguments)
         assert "holds no run of this" in str(result.exception)

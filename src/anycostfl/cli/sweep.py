@@ -192,6 +192,8 @@ def _heterogeneity(
 
 def _widths(series: Series, config: Config, names: Sequence[str]) -> Finding:
     found = widths(series, config, names)
+    if not found:
+        raise nothing_in(series.folder)
     header = ["method", *(f"α = {alpha:g}" for alpha in WIDTHS)]
     cells = [
         [name, *("–" if a is None else f"{100 * a:.2f}" for a in accuracy)]
@@ -207,6 +209,8 @@ def _widths(series: Series, config: Config, names: Sequence[str]) -> Finding:
 
 def _attacks(series: Series, config: Config) -> Finding:
     found = attacks(series, config)
+    if all(accuracy is None for by_defence in found.values() for accuracy in by_defence.values()):
+        raise nothing_in(series.folder)
     clean = found["none"]["open"]
     header = ["liars", "open, %", "points", "defended, %", "points"]
     cells = [
