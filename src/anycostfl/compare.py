@@ -29,6 +29,7 @@ from anycostfl.simulate import play
 from anycostfl.types import Profile, RoundRecord
 
 Records = Sequence[RoundRecord]
+TRIAL = 30  # rounds after which a learning rate is judged, if nothing else is said
 
 
 class CannotCompare(AnycostError):  # noqa: N818 - reads as what happened
@@ -73,7 +74,7 @@ class Series:
     watch: Callable[[Case, Records], None]
     play: bool = True  # otherwise only what is there is read
     rates: Sequence[float] = ()  # learning rates to choose from, by method
-    trial: int = 30  # rounds of the trial that chooses
+    trial: int = TRIAL  # rounds of the trial that chooses
 
     def advance(self, case: Case, enough: Enough) -> Records:
         """Play a case until it is enough or its rounds are over; go on with what is there."""

@@ -12,7 +12,7 @@ from typing import Annotated
 import typer
 
 from anycostfl.cli._console import err, out, say, table
-from anycostfl.compare import CannotCompare, Case, Records, Series
+from anycostfl.compare import TRIAL, CannotCompare, Case, Records, Series
 from anycostfl.config import Config, load_preset
 from anycostfl.errors import ConfigError
 from anycostfl.experiment import settle
@@ -25,7 +25,10 @@ OTHERWISE, AGAIN = "Choose another --out", "The same command tries again"
 Target = Annotated[float | None, typer.Option(help="Accuracy to reach, else as the preset says")]
 Rounds = Annotated[int | None, typer.Option(help="At most so many, else as the preset says")]
 Rates = Annotated[str, typer.Option(help="Learning rates to try each, with commas")]
-Trial = Annotated[int, typer.Option(min=1, help="Rounds after which a rate is judged")]
+Trial = Annotated[
+    int | None,
+    typer.Option(min=1, help=f"Rounds after which one of --rates is judged; {TRIAL} if not given"),
+]
 OutDir = Annotated[Path | None, typer.Option("--out", help="Folder of all runs")]
 Workers = Annotated[int, typer.Option(help="Processes; 0 is one per core")]
 Background = Annotated[bool, typer.Option("--background", help="Return at once, go on alone")]
@@ -42,18 +45,25 @@ def asked(
     return settle(load_preset(preset, changes))
 
 
+def sets_method(overrides: Sequence[str] | None) -> bool:
+    """Whether --set names a method; who plays several has no use for one."""
+    return any(item.partition("=")[0].strip() == "run.method" for item in overrides or [])
+
+
 def series_in(
-    folder: Path, workers: int, tried: tuple[str, int], *, only_show: bool, quiet: bool
+    folder: Path, workers: int, tried: tuple[str, int | None], *, only_show: bool, quiet: bool
 ) -> Series:
     """The runs of a folder as the options ask for them; `tried` are --rates and --trial."""
     rates, trial = tried
+    if trial is not None and not rates:
+        raise ConfigError(["--trial: only with --rates"])
     return Series(
         folder,
         count_workers(workers),
         progress(quiet=quiet),
         play=not only_show,
         rates=numbers_of(rates, "--rates"),
-        trial=trial,
+        trial=TRIAL if trial is None else trial,
     )
 
 

@@ -28,6 +28,7 @@ from anycostfl.cli._series import (
     go_on_alone,
     names_of,
     series_in,
+    sets_method,
     show,
     working_on,
 )
@@ -62,7 +63,7 @@ def compare(
     target: Target = None,
     rounds: Rounds = None,
     rates: Rates = "",
-    trial: Trial = 30,
+    trial: Trial = None,
     full: Annotated[bool, typer.Option("--full", help="Go on beyond the target")] = False,
     set_: Overrides = None,
     out_dir: OutDir = None,
@@ -78,6 +79,8 @@ def compare(
     on with the one that did best. Ctrl-C stops cleanly; the same command goes on. The table shows
     all methods that have runs in the folder.
     """
+    if sets_method(set_):
+        raise ConfigError(["--set run.method: not looked at; --methods names what is played"])
     config = asked(preset, set_, target, rounds)
     if seeds < 1:
         raise ConfigError([f"--seeds: given {seeds}, allowed 1 or more"])

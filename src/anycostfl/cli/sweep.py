@@ -32,6 +32,7 @@ from anycostfl.cli._series import (
     names_of,
     numbers_of,
     series_in,
+    sets_method,
     show,
     working_on,
 )
@@ -58,7 +59,9 @@ METHODS = "anycostfl,heterofl,stc"
 FOR = {
     "--methods": ("compute", "radio", "widths"),
     "--values": ("compute", "radio"),
+    "--target": ("ablation", "compute", "radio"),
     "--rates": ("ablation", "compute", "radio", "widths"),
+    "--set run.method": ("attacks",),
 }
 """Which sweeps look at an option."""
 QUANTITIES = {"energy, kJ": "energy_kj", "latency, min": "latency_min", "uploaded, GB": "gigabytes"}
@@ -86,7 +89,7 @@ def sweep(
     target: Target = None,
     rounds: Rounds = None,
     rates: Rates = "",
-    trial: Trial = 30,
+    trial: Trial = None,
     set_: Overrides = None,
     out_dir: OutDir = None,
     workers: Workers = 0,
@@ -100,7 +103,9 @@ def sweep(
     """
     if kind not in KINDS:
         raise ConfigError([f"sweep: given {kind!r}, allowed {', '.join(KINDS)}"])
-    _check_options(kind, {"--methods": method_names, "--values": values, "--rates": rates})
+    given: dict[str, object] = {"--methods": method_names, "--values": values, "--rates": rates}
+    given |= {"--target": target is not None, "--set run.method": sets_method(set_)}
+    _check_options(kind, given)
     config = asked(preset, set_, target, rounds)
     names = names_of(method_names or METHODS, methods.names(), methods.load)
     spreads = numbers_of(values, "--values") or SPREADS.get(kind, ())
@@ -128,9 +133,9 @@ def sweep(
         say(f"Everything is in {folder}: {kind}.md, .csv, .png, and one folder a run")
 
 
-def _check_options(kind: str, given: Mapping[str, str]) -> None:
+def _check_options(kind: str, given: Mapping[str, object]) -> None:
     """Refuse what a sweep would not look at."""
-    ignored = [name for name, text in given.items() if text and kind not in FOR[name]]
+    ignored = [name for name, value in given.items() if value and kind not in FOR[name]]
     if ignored:
         raise ConfigError([f"{name}: only for {', '.join(FOR[name])}" for name in ignored])
 
