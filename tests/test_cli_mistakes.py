@@ -67,6 +67,10 @@ from small_runs import small_overrides
         (["compare", "demo", "--rates", "abc", "--background"], "--rates: given 'abc'"),
         (["run", "demo", "--set", "model.name=tiny"], "(one of your own needs ANYCOSTFL_PATH"),
         (["join", "localhost:1", "--device", "-1", "--insecure"], "--device"),
+        (
+            ["join", "a:1", "--device", "0", "--insecure", "--profile", "jetson-nano"],
+            "--energy-j: needed with --profile, allowed above 0",
+        ),
     ],
 )
 def test_one_message_and_code_two(call: Call, words: list[str], told: str) -> None:

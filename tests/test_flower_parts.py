@@ -524,8 +524,8 @@ def test_the_uplink_that_was_measured_is_offered_unless_its_owner_says_another(
     about = ["join", "localhost:1", "--device", "0", "--insecure", "--profile"]
     with pytest.raises(ConfigError) as measured:
         build_app()([*about, str(profile)], standalone_mode=False)
-    assert measured.value.problems == ("--energy-j: given 0, allowed above 0",)
-    with pytest.raises(ConfigError, match="--rate-bps: given 0, allowed above 0"):
+    assert measured.value.problems == ("--energy-j: needed with --profile, allowed above 0",)
+    with pytest.raises(ConfigError, match="--rate-bps: needed with --profile"):
         build_app()([*about, "raspberry-pi-5"], standalone_mode=False)
 
 

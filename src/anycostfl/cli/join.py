@@ -106,7 +106,9 @@ def _mean_problems(profile: str, rate_bps: float, energy_j: float, latency_s: fl
         measured_bps = load_profile(profile).rate_bps or 0.0
         given = {"--rate-bps": rate_bps or measured_bps, "--energy-j": energy_j}
         return [
-            f"{n}: given {v:g}, allowed above 0" for n, v in given.items() if not 0 < v < math.inf
+            f"{n}: {f'given {v:g}' if v else 'needed with --profile'}, allowed above 0"
+            for n, v in given.items()
+            if not 0 < v < math.inf
         ]
     ignored = {"--rate-bps": rate_bps, "--energy-j": energy_j, "--latency-s": latency_s}
     return [
