@@ -13,6 +13,8 @@ from pathlib import Path
 import pytest
 
 from anycostfl.cli._rounds import MISHAPS, in_words
+from anycostfl.config import load_preset
+from anycostfl.experiment import settle
 from command_line import PROGRAM, Call, program, sets
 
 
@@ -126,8 +128,10 @@ def _group_lives(group: int) -> bool:
 def test_a_dry_run_writes_nothing(call: Call, tmp_path: Path) -> None:
     code, text, _ = call("run", "fmnist-iid", "--dry-run")
     assert code == 0
-    assert "[fleet]" in text
+    assert "# 300 rounds, with 15 devices each" in text
     assert not list(tmp_path.iterdir())
+    (tmp_path / "mine.toml").write_text(text)
+    assert load_preset("mine.toml") == settle(load_preset("fmnist-iid"))
     code, _, complaint = call("run", "--dry-run", "--set", 'fleet.profiles=["jetson-nano"]')
     assert code == 0, complaint
 

@@ -9,7 +9,7 @@ from typing import Annotated
 
 import typer
 
-from anycostfl.cli._console import Json, emit_json, note, out, say, table
+from anycostfl.cli._console import Json, emit_json, note, say
 from anycostfl.cli._engine import find_engine
 from anycostfl.cli._options import MaybePreset, Overrides
 from anycostfl.cli._rounds import WHAT_WOULD_DO, conclude, follow, free_folder, go_on, spent
@@ -111,9 +111,8 @@ def _show_plan(config: Config, *, json: bool) -> None:
     if json:
         emit_json({"config": to_toml(config), "expected": expected})
         return
-    sys.stdout.write(to_toml(config) + "\n")
-    rows = [
-        ("rounds", f"{rounds}, with {expected['devices_per_round']:g} devices each"),
-        ("cost", spent(expected["simulated_minutes"], expected["energy_kj"])),
-    ]
-    out.print(table("expected, from the plans of the first rounds", ("", ""), rows))
+    cost = spent(expected["simulated_minutes"], expected["energy_kj"])
+    sys.stdout.write(  # whole, it is a preset again
+        f"{to_toml(config)}\n# expected, from the plans of the first rounds:\n"
+        f"# {rounds} rounds, with {expected['devices_per_round']:g} devices each; {cost}\n"
+    )
