@@ -14,6 +14,7 @@ from typer.main import get_command
 
 from anycostfl import __version__
 from anycostfl.cli import build_app
+from anycostfl.cli._console import out, table
 
 APP = cast(click.Group, get_command(build_app()))
 COMMANDS = sorted(APP.commands)
@@ -52,3 +53,13 @@ def test_what_needs_no_torch_does_not_wait_for_it(
     command = [sys.executable, "-c", program, *words]
     done = subprocess.run(command, capture_output=True, text=True, check=True, cwd=tmp_path)
     assert told in done.stdout + done.stderr
+
+
+def test_a_title_is_one_line_and_columns_without_names_have_no_head() -> None:
+    title = "who holds how much of what: least, mean, most"
+    with out.capture() as shown:
+        out.print(table(title, ("what", ">how much"), [("a", 1)]))
+        out.print(table("", ("", ">"), [("a", 1)]))
+    lines = shown.get().splitlines()
+    assert lines[0].rstrip() == title
+    assert sum("─" in line for line in lines) == 1

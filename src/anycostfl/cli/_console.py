@@ -51,8 +51,8 @@ def table(title: str, columns: Sequence[str], rows: Sequence[Sequence[object]]) 
     Where there is too little room numbers are folded before names, which come first.
     """
     view = Table(title=title, title_justify="left", box=SIMPLE_HEAD, padding=(0, 1, 0, 0))
-    if not any(columns):
-        view.show_header, view.min_width = False, min(len(title), out.width)
+    view.min_width = min(len(title), out.width)  # else rich folds it
+    view.show_header = any(column.removeprefix(">") for column in columns)
     short = all(len(str(row[0])) <= NAME for row in rows)
     for number, column in enumerate(columns):
         side: JustifyMethod = "right" if column.startswith(">") else "left"
