@@ -66,6 +66,8 @@ def test_what_a_run_came_to_is_told_in_words() -> None:
         "refused": "3",
         "because of": "digest 2, late 1",
     }
+    idle = summary | {"mean_alpha": 0.0, "mean_beta": 0.0}  # nobody trained
+    assert "on average" not in dict(in_words(idle, ""))
 
 
 def test_a_saved_configuration_repeats_the_run(tmp_path: Path) -> None:

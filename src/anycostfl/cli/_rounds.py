@@ -176,7 +176,8 @@ def in_words(summary: Mapping[str, Any], share: str) -> Iterator[tuple[str, str]
     yield "cost", spent(summary["simulated_minutes"], summary["energy_kj"])
     up, down = (_short(summary[key]) for key in ("uploaded_mb", "downloaded_mb"))
     yield "bytes", f"{up} MB up{share}, {down} MB down"
-    yield "on average", f"α {summary['mean_alpha']:.2f}, β {summary['mean_beta']:.4f}"
+    if summary["mean_alpha"]:
+        yield "on average", f"α {summary['mean_alpha']:.2f}, β {summary['mean_beta']:.4f}"
     goal, rounds = f"to {100 * summary['target_accuracy']:g} %", summary["rounds_to_target"]
     if rounds is None:
         yield goal, "not reached"
