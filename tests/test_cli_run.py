@@ -151,7 +151,7 @@ def test_a_start_that_fails_leaves_nothing_in_the_way(call: Call, tmp_path: Path
     for arguments in (["run", *bad], ["run", *bad, "--dry-run"], ["compare", "demo", *bad]):
         code, _, complaint = call(*arguments)
         assert code == 2
-        assert "not an .npz file" in complaint
+        assert "not an .npz file (it must hold plain numbers); numpy.savez" in complaint
         assert not list((tmp_path / "x").glob("**/config.toml"))
     small = sets(tmp_path, "run.rounds=1")
     code, _, complaint = call("run", *small, "--out", "x", "--workers", "1")

@@ -255,7 +255,9 @@ def _read_npz(path: Path, *, tests: bool = True) -> tuple[Part, Part]:
         with path.open("rb") as file, np.load(file, allow_pickle=False) as arrays:
             found = {name: arrays[name] for name in names if name in arrays}
     except (OSError, ValueError, TypeError, EOFError, BadZipFile, zlib.error) as error:
-        why = f"not an .npz file ({error}); numpy.savez makes one of {', '.join(names)}"
+        # Where numpy finds anything but plain numbers, it advises to trust the file.
+        reason = "it must hold plain numbers" if isinstance(error, ValueError) else error
+        why = f"not an .npz file ({reason}); numpy.savez makes one of {', '.join(names)}"
         raise ConfigError([why], str(path)) from error
     wanted = names if tests else names[:2]
     if missing := [name for name in wanted if name not in found]:
