@@ -159,16 +159,16 @@ def test_estimates_are_stated_with_their_uncertainty(tmp_path: Path) -> None:
 
 def test_energy_is_what_training_adds_to_idling(monkeypatch: pytest.MonkeyPatch) -> None:
     def begin() -> Callable[[], float]:
-        """10 W always, and 20 W more for every processor second that this process takes."""
-        start, used = time.perf_counter(), time.process_time()
-        return lambda: 10 + 20 * (time.process_time() - used) / (time.perf_counter() - start)
+        """10 W always, and 20 W more if this process computes at all, however busy the machine."""
+        used = time.process_time()
+        return lambda: 10.0 + 20.0 * (time.process_time() - used > 0.005)
 
-    monkeypatch.setattr(profile, "WINDOW_S", 0.3)
+    monkeypatch.setattr(profile, "WINDOW_S", 0.1)
     settings = config.load_preset("demo", ["training.precision=fp32", "training.device=cpu"])
     found = (meters.Meter("counter", begin), ())
     measured = profile.measure_energy(settings, elastic_model(settings), 1, found)
     assert measured.meter == "counter"
-    assert 2 < measured.power.watts < 25  # 20 W for one busy thread, less on a busy machine
+    assert measured.power.watts == 20
     assert "load minus idle" in measured.source
 
 
@@ -260,7 +260,7 @@ def test_profile_by_hand_and_back_from_its_file(tmp_path: Path) -> None:
     measured = example(network.Rate(12.5e6, 0.02))
     found = profile.as_profile(measured)
     assert found.flops_per_cycle == 20.0
-    assert found.energy_coefficient == pytest.approx(2e-27)  # 6.75 W / (1.5 GHz)³
+    assert found.energy_coefficient == pytest.approx(2e-27, abs=0)  # 6.75 W / (1.5 GHz)³
     assert measured.cycles_per_sample == 72384512 / 20
     assert found.guess == ("power_w",)
     path = tmp_path / "board.toml"
