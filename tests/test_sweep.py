@@ -82,7 +82,7 @@ def test_spreads_change_the_fleet(tmp_path: Path) -> None:
     near = draw_cohort(spread_over(config, "radio", 0.0).fleet, seed=0, round_index=0)
     assert near.distance_m == pytest.approx(400.0)
     equal = draw_cohort(spread_over(config, "compute", 0.0).fleet, seed=0, round_index=0)
-    assert equal.devices.energy_coefficient == pytest.approx(7.5e-27)
+    assert equal.devices.energy_coefficient == pytest.approx(7.5e-27, abs=0)
 
 
 def test_widths_of_every_method(tmp_path: Path) -> None:
