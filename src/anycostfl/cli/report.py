@@ -20,11 +20,6 @@ SHOWN = (
     ("energy_kj", "energy, kJ", 1.0),
     ("uploaded_mb", "uploaded, MB", 1.0),
     ("mean_alpha", "mean α", 1.0),
-    ("devices_sat_out", "sat out", 1.0),
-    ("devices_failed", "failed", 1.0),
-    ("updates_refused", "refused", 1.0),
-    ("refused_because", "refused because", 1.0),
-    ("devices_benched", "devices benched", 1.0),
 )
 
 
@@ -48,7 +43,11 @@ def report(
     rows = [
         [title, *(_cell(run["summary"][key], factor) for run in found)]
         for key, title, factor in SHOWN
-        if key not in MISHAPS or any(run["summary"][key] for run in found)
+    ]
+    rows += [
+        [title, *(_cell(run["summary"][key], 1.0) for run in found)]
+        for key, title in MISHAPS.items()
+        if any(run["summary"][key] for run in found)
     ]
     out.print(table("", ("", *(f">{run['name']}" for run in found)), rows))
     say(f"Open {path}")
