@@ -812,6 +812,8 @@ def test_a_device_that_waited_long_for_its_server_is_not_put_off_by_the_first_re
         monotonic=lambda: clock[0], sleep=lambda s: clock.__setitem__(0, clock[0] + s)
     )
     monkeypatch.setattr("anycostfl.flower.node.time", fake)
+    said: list[str] = []
+    monkeypatch.setattr(node, "log", lambda _level, text, *_: said.append(text))
     request = httpx.Request("POST", "http://server")
 
     class Door:
@@ -828,6 +830,7 @@ def test_a_device_that_waited_long_for_its_server_is_not_put_off_by_the_first_re
     key = ec.generate_private_key(ec.SECP384R1()).public_key()
     assert line.enter(key).node_id == 7
     assert clock[0] > node.REFUSED_S
+    assert sum("cannot be reached" in text for text in said) == 1  # not once for every try
     answers = iter(["refused"] * 1000)
     with pytest.raises(node.Refused, match="refuses this device"):
         line.enter(key)

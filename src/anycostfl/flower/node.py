@@ -234,7 +234,7 @@ class Line:
 
     def _call(self, request: Callable[[], Answer]) -> Answer:
         """Ask the server until it can be reached; a certificate that does not fit is final."""
-        pause, begin = 0.5, time.monotonic()
+        pause, begin, told = 0.5, time.monotonic(), ""
         while True:
             try:
                 return request()
@@ -249,7 +249,9 @@ class Line:
                     raise Unreachable(
                         f"{self._address.server} cannot be reached: {error}"
                     ) from error
-                log(WARNING, "the server cannot be reached (%s), trying again", error)
+                if str(error) != told:  # once: it may be away for days
+                    log(WARNING, "the server cannot be reached (%s), trying again", error)
+                    told = str(error)
                 time.sleep(pause)
                 pause = min(2 * pause, PAUSE_MAX_S)
 
