@@ -17,6 +17,7 @@ import threading
 import tracemalloc
 import zlib
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from decimal import Decimal
 from http import HTTPStatus
 from pathlib import Path
@@ -203,6 +204,16 @@ def test_other_damaged_files_are_passed_over(
     assert len(run["rounds"]["accuracy"]) == 2
     assert remark in run["remarks"][0]
     assert unpacked(render([run])) == [run]
+
+
+def test_a_run_of_a_model_that_is_not_at_hand_tells_what_it_asked_for(tmp_path: Path) -> None:
+    config = planned_run(tmp_path / "run", "run.rounds=2")
+    strange = to_toml(replace(config, model=replace(config.model, name="somebodys")))
+    (tmp_path / "run" / CONFIG).write_text(strange)
+    run = gather(tmp_path / "run")
+    assert run["remarks"] == []
+    assert run["summary"]["method"] == config.run.method
+    assert run["target"] == config.run.target_accuracy
 
 
 def test_links_that_somebody_left_in_a_run_are_not_followed(tmp_path: Path) -> None:

@@ -78,14 +78,6 @@ class Model:
     def __post_init__(self) -> None:
         check_fields(self)
 
-    @staticmethod
-    def cross_check(values: Mapping[str, Any]) -> list[str]:
-        """The architecture exists."""
-        name, known = values.get("name"), models.names()
-        if name is None or name in known:
-            return []
-        return [f"name: given {name!r}, allowed {', '.join(known)}{looked()}"]
-
 
 @dataclass(frozen=True, slots=True)
 class Compression:
@@ -217,7 +209,7 @@ def load_preset(name: str, overrides: Sequence[str] = ()) -> Config:
     table = _instead(_read_preset(name), changes)
     _find_in(Path.cwd(), table)
     _fill_workload(table)
-    return _checked(Config, table, name, problems)
+    return _checked(Config, table, name, [*problems, *_unknown_model(table)])
 
 
 def load_profile(name: str) -> Profile:
@@ -232,12 +224,24 @@ def profiles_of(fleet: FleetSpec) -> dict[str, Profile]:
     return {name: load_profile(name) for name in fleet.profiles}
 
 
-def parse_config(text: str, source: str) -> Config:
-    """A configuration from TOML text, such as `to_toml` writes."""
+def parse_config(text: str, source: str, *, any_model: bool = False) -> Config:
+    """A configuration from TOML text, such as `to_toml` writes.
+
+    With `any_model` the model need not be at hand: enough to read about a run of somebody else.
+    """
     try:
-        return _checked(Config, tomllib.loads(text), source, [])
+        table = tomllib.loads(text)
     except tomllib.TOMLDecodeError as error:
         raise ConfigError([f"not TOML: {error}"], source) from error
+    return _checked(Config, table, source, [] if any_model else _unknown_model(table))
+
+
+def _unknown_model(table: Mapping[str, Any]) -> list[str]:
+    """The problem, if there is no architecture of that name."""
+    name, known = _name_in(table, "model"), models.names()
+    if not isinstance(name, str) or name in known:
+        return []
+    return [f"model.name: given {name!r}, allowed {', '.join(known)}{looked()}"]
 
 
 def to_toml(config: Config) -> str:
