@@ -81,6 +81,8 @@ def test_a_row_is_the_mean_over_seeds(tmp_path: Path) -> None:
     unknown = replace(row, reached=False)
     assert as_cells([unknown, make_row("stc", runs, 0.8)], "")[1][3] == "3"  # no ratio to it
     assert cells[3][3] == "305 (1.70×)"
+    far = replace(row, label="fedavg", cost=replace(row.cost, rounds=36))
+    assert as_cells([row, far], "")[1][3] == "36 (12.0×)"
     assert to_markdown(("a", "b"), [["1", "2"]]) == "| a | b |\n| --- | --- |\n| 1 | 2 |\n"
     assert to_csv([row]).splitlines()[1].startswith("anycostfl,0.05,2,4,True,3.0,")
 

@@ -361,9 +361,13 @@ def _cost_cells(cost: Cost, base: Cost | None) -> list[str]:
         ("gigabytes", 3),
     ):
         value, beside = getattr(cost, name), getattr(base, name, 0)
-        ratio = f" ({value / beside:.2f}×)" if beside else ""
-        texts.append(as_figure(value, digits) + ratio)
+        texts.append(as_figure(value, digits) + (_times(value / beside) if beside else ""))
     return texts
+
+
+def _times(ratio: float) -> str:
+    """A ratio to three digits, so that large ones are not folded in a table."""
+    return f" ({ratio:.{2 - (ratio >= 10) - (ratio >= 100)}f}×)"
 
 
 def as_figure(value: float, digits: int) -> str:
