@@ -109,7 +109,8 @@ def needed_budgets(strategies: Strategies, devices: Devices, i: int) -> str:
     joules = max(float(devices.energy_j[i]), float(strategies.energy_floor_j[i]))
     seconds = max(float(devices.latency_s[i]), float(strategies.latency_floor_s[i]))
     slower = f"{_up(strategies.least_latency_s[i])} s with {_up(joules)} J"
-    return f"{slower}, or {_up(seconds)} s with {_up(strategies.least_energy_j[i])} J"
+    hungrier = f"{_up(seconds)} s with {_up(strategies.least_energy_j[i])} J"
+    return slower if slower == hungrier else f"{slower}, or {hungrier}"
 
 
 def _up(value: float) -> str:
