@@ -378,6 +378,8 @@ def test_a_table_leaves_out_what_cannot_be_cut(
         (["--format", "elastic", "--alpha", "0.5"], "holds all widths"),
         (["--table", "--fit", "3ms"], "--table measures"),
         (["--alpha", "0.5", "--alpha", "0.6", "--out", "x"], "one file for 2 widths"),
+        (["--alpha", "0.5", "--out", "x.safetensors"], "not how --format onnx is named"),
+        (["--format", "elastic", "--out", "x.onnx"], "not how --format elastic is named"),
     ],
 )
 def test_nonsense_is_refused(cnn_run: Path, arguments: Sequence[str], message: str) -> None:

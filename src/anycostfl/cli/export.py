@@ -72,6 +72,10 @@ def _refuse_nonsense(
         problems.append("--table measures ONNX files: no --fit, --out or other --format")
     elif format_ != "elastic" and not (alpha or fit or table_):
         problems.append("say how wide: --alpha 0.25, --fit 3ms, --table, or --format elastic")
+    named = {kind.suffix: name for name, kind in exporting.FORMATS.items()}
+    written = "safetensors" if format_ == "elastic" else format_
+    if out_file is not None and named.get(out_file.suffix, written) != written:
+        problems.append(f"--out: given {out_file}, which is not how --format {format_} is named")
     if out_file is not None and len(alpha) > 1:
         problems.append(f"--out: one file for {len(alpha)} widths; leave it out, or give one alpha")
     if problems:
