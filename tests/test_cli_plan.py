@@ -31,7 +31,7 @@ def test_cohort_table_and_summary(
 def test_json_is_one_document_that_agrees_with_the_budgets(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert run(monkeypatch, "--preset", "cifar10-iid", "--round", "3", "--seed", "1", "--json") == 0
+    assert run(monkeypatch, "cifar10-iid", "--round", "3", "--seed", "1", "--json") == 0
     document = json.loads(capsys.readouterr().out)
     assert len(document["devices"]) == 15
     for device in document["devices"]:
@@ -83,7 +83,7 @@ def test_one_device_within_its_budgets(
 def test_infeasible_device_is_explained_and_ends_with_two(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert run(monkeypatch, "--device", "raspberry-pi-4", "--preset", "cifar10-iid") == 2
+    assert run(monkeypatch, "--device", "raspberry-pi-4", "cifar10-iid") == 2
     told = capsys.readouterr()
     assert "sits out (latency and energy together)" in told.out
     assert "cannot afford" in told.err

@@ -54,6 +54,8 @@ def test_what_a_run_came_to_is_told_in_words() -> None:
         "to 80 %": "35 rounds, 0.582 simulated minutes, 175 kJ",
     }
     assert dict(in_words(summary, "")) == usual
+    of_real_devices = dict(in_words(summary, "", real=True))
+    assert of_real_devices["cost"] == "0.915 minutes, 1,234 kJ by the profiles"
     unlucky = summary | {
         "final_accuracy": None,
         "rounds_to_target": None,

@@ -304,12 +304,21 @@ def test_compare_from_the_command_line(tmp_path: Path) -> None:
 
 def test_compare_goes_on_alone(tmp_path: Path) -> None:
     words = [sys.executable, "-m", "anycostfl", "compare", "demo", "--methods", "fedavg"]
-    words += ["--rounds", "1", "--workers", "1", "--out", str(tmp_path / "all"), "--background"]
+    words += [
+        "--rounds",
+        "1",
+        "--workers",
+        "1",
+        "--out",
+        str(tmp_path / "all"),
+        "--background",
+        "--json",
+    ]
     for item in small_overrides(tmp_path):
         words += ["--set", item] if not item.startswith("run.rounds") else []
     done = subprocess.run(words, check=True, capture_output=True, text=True, timeout=60)
-    assert "goes on alone" in done.stderr
-    assert not done.stdout
+    assert not done.stderr
+    assert json.loads(done.stdout)["log"] == str(tmp_path / "all" / "log.txt")
     until = time.monotonic() + 60
     while not (tmp_path / "all" / "results.csv").exists():
         assert time.monotonic() < until, (tmp_path / "all" / "log.txt").read_text()

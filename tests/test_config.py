@@ -73,7 +73,7 @@ def test_all_problems_of_a_file_are_reported_at_once(tmp_path: Path) -> None:
         "limits.alpha_min: given 1.5, allowed a number in (0, 1]",
         "fleet.cohort: given 'fifteen' (str), allowed a whole number",
         "data.partition: given 'shards', allowed iid, dirichlet",
-        "model.name: given 'resnet9000', allowed cnn",
+        "model.name: no model 'resnet9000'; did you mean 'resnet18'? there are cnn",
         "extra: unknown key",
     ):
         assert expected in told
@@ -92,7 +92,7 @@ def test_overrides_are_toml_values_and_bare_words() -> None:
 def test_an_unknown_model_is_one_problem() -> None:
     with pytest.raises(ConfigError) as caught:
         config.load_preset("demo", ["model.name=cnnn"])
-    assert [text.split(",")[0] for text in caught.value.problems] == ["model.name: given 'cnnn'"]
+    assert [text.split(";")[0] for text in caught.value.problems] == ["model.name: no model 'cnnn'"]
 
 
 def test_overrides_may_be_numbers_that_toml_does_not_know() -> None:
@@ -118,7 +118,7 @@ def test_overrides_may_be_numbers_that_toml_does_not_know() -> None:
         ("fleet.profiles=3", "a list of strings"),
         ("fleet.distance_mean_m=far", "given 'far' (str), allowed a number"),
         ("fleet.distance_std_m=500", "beside a mean"),
-        ("rates.stk=0.1", "rates.stk: no method 'stk'; there are anycostfl"),
+        ("rates.stk=0.1", "rates.stk: no method 'stk'; did you mean 'stc'? there are anycostfl"),
     ],
 )
 def test_bad_override_says_what_is_allowed(change: str, told: str) -> None:

@@ -684,7 +684,7 @@ def test_a_run_that_was_simulated_is_saved_after_every_round_when_it_is_served(
     tmp_path: Path,
 ) -> None:
     begin(tmp_path / "run", small_config(tmp_path, "run.checkpoint_every=5"))
-    config = for_devices(go_on(tmp_path / "run", None, simulated=False).config)
+    config = for_devices(go_on(tmp_path / "run", None, {}, simulated=False).config)
     assert (config.run.checkpoint_every, config.training.precision) == (1, "fp32")
 
 

@@ -19,6 +19,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from anycostfl import cli, config, cost, fleet, profile
+from anycostfl.cli.profile import _doubt
 from anycostfl.errors import ConfigError
 from anycostfl.profile import Measurement, machine, meters, network
 from anycostfl.profile.pace import Pace, Speed, elastic_model, fit_speed
@@ -436,6 +437,12 @@ def test_this_machine_is_measured_for_real(
     )
     assert 1e8 < speed < 1e13
     assert torch.get_num_threads() == threads
+
+
+def test_a_speed_that_nobody_should_believe_is_doubted() -> None:
+    assert not _doubt(Speed(1e10, overhead=0.3, worst_error=0.1))
+    assert "up to 40 % off" in _doubt(Speed(1e10, overhead=0.3, worst_error=0.4))
+    assert "10000.0 % of W" in _doubt(Speed(1e10, overhead=100.0, worst_error=0.01))
 
 
 @pytest.mark.parametrize(

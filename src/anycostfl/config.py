@@ -29,7 +29,7 @@ from anycostfl.checks import Count, Interval, OneOf, Positive, check_fields, rul
 from anycostfl.codec import CODECS
 from anycostfl.codec.frame import OVERHEAD
 from anycostfl.errors import ConfigError, UnknownName
-from anycostfl.registry import looked
+from anycostfl.registry import meant
 from anycostfl.shrink import ElasticModel
 from anycostfl.types import Caps, Devices, FleetSpec, Limits, Profile, Strategies, Workload
 
@@ -209,7 +209,7 @@ def load_preset(name: str, overrides: Sequence[str] = ()) -> Config:
     table = _instead(_read_preset(name), changes)
     _find_in(Path.cwd(), table)
     _fill_workload(table)
-    return _checked(Config, table, name, [*problems, *_unknown_model(table)])
+    return _checked(Config, table, name, [*problems, *_unknown_names(table)])
 
 
 def load_profile(name: str) -> Profile:
@@ -224,24 +224,29 @@ def profiles_of(fleet: FleetSpec) -> dict[str, Profile]:
     return {name: load_profile(name) for name in fleet.profiles}
 
 
-def parse_config(text: str, source: str, *, any_model: bool = False) -> Config:
+def parse_config(text: str, source: str, *, foreign: bool = False) -> Config:
     """A configuration from TOML text, such as `to_toml` writes.
 
-    With `any_model` the model need not be at hand: enough to read about a run of somebody else.
+    Model and method of a `foreign` one need not be at hand: enough to read about somebody's run.
     """
     try:
         table = tomllib.loads(text)
     except tomllib.TOMLDecodeError as error:
         raise ConfigError([f"not TOML: {error}"], source) from error
-    return _checked(Config, table, source, [] if any_model else _unknown_model(table))
+    return _checked(Config, table, source, [] if foreign else _unknown_names(table))
 
 
-def _unknown_model(table: Mapping[str, Any]) -> list[str]:
-    """The problem, if there is no architecture of that name."""
-    name, known = _name_in(table, "model"), models.names()
-    if not isinstance(name, str) or name in known:
-        return []
-    return [f"model.name: given {name!r}, allowed {', '.join(known)}{looked()}"]
+def _unknown_names(table: Mapping[str, Any]) -> list[str]:
+    """The problems, if there is no architecture or method of that name."""
+    problems = []
+    for section, key, load in (("model", "name", models.load), ("run", "method", methods.load)):
+        name = _given(table, section, key)
+        try:
+            if isinstance(name, str):
+                load(name)
+        except UnknownName as error:
+            problems.append(f"{section}.{key}: {error}")
+    return problems
 
 
 def to_toml(config: Config) -> str:
@@ -313,9 +318,9 @@ def _find(folder: str, name: str, what: str) -> Traversable:
             raise UnknownName(f"there is no file {name}{where}")
         return Path(name)
     known = ", ".join(_names(folder))
-    close = difflib.get_close_matches(name, _names(folder), n=1)
-    hint = f"did you mean {close[0]!r}? " if close else ""
-    raise UnknownName(f"no {what} {name!r}; {hint}there are {known}, or give a .toml file")
+    raise UnknownName(
+        f"no {what} {name!r}; {meant(name, _names(folder))}there are {known}, or give a .toml file"
+    )
 
 
 def _read_preset(name: str, above: tuple[str, ...] = ()) -> dict[str, Any]:
@@ -356,8 +361,8 @@ def _find_in(folder: Path, table: dict[str, Any]) -> None:
 def _instead(below: dict[str, Any], above: Mapping[str, Any]) -> dict[str, Any]:
     """One table laid over another, without what holds only for the model or data below."""
     merged = _laid_over(below, above)
-    other_model = _name_in(merged, "model") != _name_in(below, "model")
-    if other_model or _name_in(merged, "data") != _name_in(below, "data"):
+    other_model = _given(merged, "model", "name") != _given(below, "model", "name")
+    if other_model or _given(merged, "data", "name") != _given(below, "data", "name"):
         merged["summary"] = above.get("summary", "")
     if other_model and isinstance(workload := merged.get("workload"), dict):
         given = above.get("workload", {})
@@ -367,14 +372,14 @@ def _instead(below: dict[str, Any], above: Mapping[str, Any]) -> dict[str, Any]:
     return merged
 
 
-def _name_in(table: Mapping[str, Any], section: str) -> object:
+def _given(table: Mapping[str, Any], section: str, key: str) -> object:
     inner = table.get(section)
-    return inner.get("name") if isinstance(inner, dict) else None
+    return inner.get(key) if isinstance(inner, dict) else None
 
 
 def _fill_workload(table: dict[str, Any]) -> None:
     """What a preset leaves out of W and S, measured on the model."""
-    workload, name = table.setdefault("workload", {}), _name_in(table, "model")
+    workload, name = table.setdefault("workload", {}), _given(table, "model", "name")
     if not isinstance(workload, dict) or {"flops_per_sample", "size_bits"} <= workload.keys():
         return
     flops, bits = 1.0, 1.0  # of an unknown model, which is refused for its name alone

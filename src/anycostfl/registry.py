@@ -7,6 +7,7 @@ device run a file that its owner did not put there.
 
 from __future__ import annotations
 
+import difflib
 import hashlib
 import importlib
 import os
@@ -68,10 +69,17 @@ def load_file(package: str, module: str, constant: str) -> ModuleType:
 
 def unknown(what: str, name: str, known: Sequence[str]) -> UnknownName:
     """The error for a name that no file has."""
-    return UnknownName(f"no {what} {name!r}; there are {', '.join(known)}{looked()}")
+    there = f"{meant(name, known)}there are {', '.join(known)}"
+    return UnknownName(f"no {what} {name!r}; {there}{_looked()}")
 
 
-def looked() -> str:
+def meant(name: str, known: Sequence[str]) -> str:
+    """A question after the name that was probably meant, if one is close."""
+    close = difflib.get_close_matches(name, known, n=1)
+    return f"did you mean {close[0]!r}? " if close else ""
+
+
+def _looked() -> str:
     """Where files of one's own were looked for, or how to name such a place."""
     where = os.environ.get(VARIABLE)
     if where:

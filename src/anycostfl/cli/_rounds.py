@@ -23,7 +23,7 @@ from anycostfl.runs import Stopped, check_engine, take_up
 from anycostfl.types import RoundRecord
 
 WHAT_WOULD_DO = (
-    "`anycostfl plan --preset …` says what budgets would do (fleet.latency_s, fleet.energy_min_j, "
+    "`anycostfl plan PRESET` says what budgets would do (fleet.latency_s, fleet.energy_min_j, "
     "fleet.energy_max_j; of real devices --latency-s and --energy-j of `join`)"
 )
 
@@ -51,8 +51,18 @@ def free_folder(name: str) -> Path:
         return folder
 
 
-def go_on(folder: Path, rounds: int | None, *, simulated: bool) -> Stopped:
-    """A run as it is to go on where it was played before, to so many rounds if that is said."""
+def go_on(
+    folder: Path, rounds: int | None, besides: Mapping[str, object], *, simulated: bool
+) -> Stopped:
+    """A run as it is to go on where it was played before, to so many rounds if that is said.
+
+    What else was given besides is refused.
+    """
+    if given := [option for option, value in besides.items() if value]:
+        raise ConfigError(
+            [f"--resume takes the run as it is, without {', '.join(given)}; --rounds says how long "
+             "it goes on"]
+        )  # fmt: skip
     before = take_up(folder)
     if rounds is not None:
         if rounds < len(before.records):
@@ -126,9 +136,15 @@ def _line(done: Sequence[RoundRecord], seconds: float, *, short: bool = False) -
 
 
 def conclude(
-    config: Config, folder: Path, records: Sequence[RoundRecord], *, stopped: bool, json: bool
+    config: Config,
+    folder: Path,
+    records: Sequence[RoundRecord],
+    *,
+    stopped: bool,
+    json: bool,
+    real: bool = False,
 ) -> None:
-    """Write the page and the figure, and show what the rounds came to."""
+    """Write the page and the figure, and show what the rounds came to, perhaps on real devices."""
     summary = summarise(config.run.method, config.run.target_accuracy, records)
     _write_views(config, folder, records)
     if why := nothing_learnt(records):
@@ -138,7 +154,7 @@ def conclude(
         return
     title = f"{config.summary or folder.name}: {len(records)} rounds of {config.run.method}"
     share = _share_of_whole_models(config, records)
-    out.print(table(title, ("", ""), list(in_words(summary, share))))
+    out.print(table(title, ("", ""), list(in_words(summary, share, real=real))))
     say(f"Everything is in {folder}; to look at it, open {folder / PAGE}")
 
 
@@ -168,12 +184,14 @@ def _write_views(
         note(str(error))
 
 
-def in_words(summary: Mapping[str, Any], share: str) -> Iterator[tuple[str, str]]:
+def in_words(
+    summary: Mapping[str, Any], share: str, *, real: bool = False
+) -> Iterator[tuple[str, str]]:
     """What a run came to, for a person; what did not happen is not mentioned."""
     if summary["final_accuracy"] is not None:
         final, best = 100 * summary["final_accuracy"], 100 * summary["best_accuracy"]
         yield "accuracy", f"{final:.2f} %, at best {best:.2f} %"
-    yield "cost", spent(summary["simulated_minutes"], summary["energy_kj"])
+    yield "cost", spent(summary["simulated_minutes"], summary["energy_kj"], real=real)
     up, down = (_short(summary[key]) for key in ("uploaded_mb", "downloaded_mb"))
     yield "bytes", f"{up} MB up{share}, {down} MB down"
     if summary["mean_alpha"]:
@@ -182,7 +200,7 @@ def in_words(summary: Mapping[str, Any], share: str) -> Iterator[tuple[str, str]
     if rounds is None:
         yield goal, "not reached"
     else:
-        cost = spent(summary["minutes_to_target"], summary["kj_to_target"])
+        cost = spent(summary["minutes_to_target"], summary["kj_to_target"], real=real)
         yield goal, f"{rounds} rounds, {cost}"
     for key, title in MISHAPS.items():
         if summary[key]:
@@ -196,9 +214,10 @@ def counted(value: int | Mapping[str, int]) -> str:
     return ", ".join(f"{cause} {times}" for cause, times in value.items())
 
 
-def spent(minutes: float, kilojoules: float) -> str:
-    """Time and energy as a person reads them."""
-    return f"{_short(minutes)} simulated minutes, {_short(kilojoules)} kJ"
+def spent(minutes: float, kilojoules: float, *, real: bool = False) -> str:
+    """Time and energy as a person reads them; those of real devices follow their profiles."""
+    kind, why = ("", " by the profiles") if real else (" simulated", "")
+    return f"{_short(minutes)}{kind} minutes, {_short(kilojoules)} kJ{why}"
 
 
 def _short(value: float) -> str:

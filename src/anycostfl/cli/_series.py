@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import subprocess
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -11,7 +12,7 @@ from typing import Annotated
 
 import typer
 
-from anycostfl.cli._console import err, out, say, table
+from anycostfl.cli._console import emit_json, err, out, say, table
 from anycostfl.compare import TRIAL, CannotCompare, Case, Records, Series
 from anycostfl.config import Config, load_preset
 from anycostfl.errors import ConfigError
@@ -54,22 +55,27 @@ def series_in(
     folder: Path, workers: int, tried: tuple[str, int | None], *, only_show: bool, quiet: bool
 ) -> Series:
     """The runs of a folder as the options ask for them; `tried` are --rates and --trial."""
-    rates, trial = tried
+    rates, trial = numbers_of(tried[0], "--rates"), tried[1]
     if trial is not None and not rates:
         raise ConfigError(["--trial: only with --rates"])
+    if wrong := [rate for rate in rates if not 0 < rate < math.inf]:
+        raise ConfigError([f"--rates: given {rate:g}, allowed above 0" for rate in wrong])
     return Series(
         folder,
         count_workers(workers),
         progress(quiet=quiet),
         play=not only_show,
-        rates=numbers_of(rates, "--rates"),
+        rates=rates,
         trial=TRIAL if trial is None else trial,
     )
 
 
 def names_of(text: str, known: Sequence[str], load: Callable[[str], object]) -> list[str]:
     """The names in a list with commas, or all; an unknown one is an error that says so."""
-    chosen = list(known) if text == "all" else [name.strip() for name in text.split(",")]
+    given = [name for part in text.split(",") if (name := part.strip())]
+    chosen = list(known) if text == "all" else given
+    if not chosen:
+        raise ConfigError([f"--methods: given {text!r}, allowed all, or names with commas"])
     for name in chosen:
         load(name)
     return chosen
@@ -112,8 +118,11 @@ def working_on(series: Series) -> Iterator[None]:
         raise typer.Exit(130) from None
 
 
-def go_on_alone(folder: Path) -> None:
+def go_on_alone(series: Series, *, json: bool) -> None:
     """Start the same command without --background, detached, its words in a file."""
+    if not series.play:
+        raise ConfigError(["--background: not with --show, which plays nothing"])
+    folder = series.folder
     with writing_to(folder, OTHERWISE):
         folder.mkdir(parents=True, exist_ok=True)
         log = open(folder / "log.txt", "a", opener=no_link)  # noqa: SIM115 - closed below
@@ -126,7 +135,10 @@ def go_on_alone(folder: Path) -> None:
             stdin=subprocess.DEVNULL,
             start_new_session=True,
         )
-    err.print(f"Process {process.pid} goes on alone; its words are in {folder / 'log.txt'}")
+    if json:
+        emit_json({"process": process.pid, "log": str(folder / "log.txt")})
+    else:
+        err.print(f"Process {process.pid} goes on alone; its words are in {folder / 'log.txt'}")
 
 
 def show(title: str, header: Sequence[str], cells: Sequence[Sequence[str]]) -> None:

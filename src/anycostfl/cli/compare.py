@@ -91,7 +91,7 @@ def compare(
     enough = lasted(config.run.rounds) if full else reached(goal)
     series = series_in(folder, workers, (rates, trial), only_show=only_show, quiet=json)
     if background:
-        go_on_alone(folder)
+        go_on_alone(series, json=json)
         return
     with working_on(series):
         found = {m: _runs_of(series, config, m, seeds, enough) for m in chosen}

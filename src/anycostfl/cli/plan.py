@@ -22,6 +22,7 @@ from anycostfl.cli._options import PRESETS, PROFILES, Overrides
 from anycostfl.cli._plan_plots import Planned
 from anycostfl.types import Binds, Reason
 
+USUAL = "fmnist-iid"
 COLUMNS = (">#", ">m", ">kbit/s", ">≤ J", ">α", ">β", ">GHz", ">s", ">J", ">gain", "binds")
 SYMBOLS = {
     Binds.LATENCY: "T",
@@ -37,8 +38,9 @@ LEGEND = "binds: T latency, E energy, - and + the least and the largest allowed 
 
 
 def plan(
+    preset: Annotated[str | None, typer.Argument(help=f"{PRESETS}; {USUAL} if none")] = None,
     *,
-    preset: Annotated[str, typer.Option(help=PRESETS)] = "fmnist-iid",
+    preset_too: Annotated[str | None, typer.Option("--preset", help="The same, by name")] = None,
     round_: Annotated[
         int | None, typer.Option("--round", min=0, help="Which round to plan; the first if none")
     ] = None,
@@ -55,6 +57,9 @@ def plan(
     plot: Annotated[Path | None, typer.Option(help="Also draw a figure into this file")] = None,
 ) -> None:
     """Plan (α, β, f) of every device of a round, or of one device, under its budgets."""
+    if preset and preset_too:
+        raise typer.BadParameter(f"--preset {preset_too} beside {preset}; give one of them")
+    preset = preset or preset_too or USUAL
     settings = config.load_preset(preset, set_ or [])
     if device is None:
         budgets = {"latency": latency, "energy": energy, "distance": distance, "samples": samples}

@@ -16,9 +16,10 @@ from anycostfl.errors import ConfigError
 from anycostfl.files import StorageError
 from anycostfl.profile import Measurement
 from anycostfl.profile.network import listen, measure_rate, parse_address
-from anycostfl.profile.pace import Pace
+from anycostfl.profile.pace import Pace, Speed
 
 GOOD_ENOUGH = 0.15
+TOO_MUCH = 2.0  # overhead with which a third of the time is all that any shrinking saves
 
 
 def profile(
@@ -55,6 +56,9 @@ def profile(
         emit_json({"file": str(out_file), "profile": asdict(found), "measured": _plain(measured)})
     else:
         _show(measured, preset, out_file)
+    if doubt := _doubt(measured.speed):
+        again = "Otherwise try --set model.widths=fast, or more --repeats"
+        note(f"{doubt}. Was the machine busy? {again}")
 
 
 def _check(threads: int, repeats: int, out_file: Path) -> None:
@@ -115,6 +119,20 @@ def _cells(measured: Measurement, pace: Pace) -> list[str]:
     ]
 
 
+def _doubt(speed: Speed) -> str:
+    """Why a speed should not be believed, if so."""
+    if speed.worst_error > GOOD_ENOUGH:
+        off = f"predictions are up to {100 * speed.worst_error:.0f} % off"
+        return f"time does not follow α + overhead here: {off}"
+    if speed.overhead > TOO_MUCH:
+        return f"narrow models train hardly faster than wide ones here ({_overhead(speed)})"
+    return ""
+
+
+def _overhead(speed: Speed) -> str:
+    return f"{100 * speed.overhead:.1f} % of W at every width"
+
+
 def _show(measured: Measurement, preset: str, path: Path) -> None:
     columns = (">α", ">FLOPs", ">ms/sample", ">GFLOP/s", ">per cycle", ">predicted ms", ">error")
     out.print(table("", columns, [_cells(measured, pace) for pace in measured.paces]))
@@ -123,7 +141,7 @@ def _show(measured: Measurement, preset: str, path: Path) -> None:
         ("clock", f"{clock.now_hz / 1e9:.3f} GHz ({clock.source})"),
         ("FLOPs per cycle", f"{measured.flops_per_cycle:.3g}, threads: {measured.threads}"),
         ("W", f"{measured.cycles_per_sample:.4g} cycles per sample"),
-        ("overhead", f"{100 * measured.speed.overhead:.1f} % of W at every width"),
+        ("overhead", _overhead(measured.speed)),
         ("S", f"{measured.size_bits / 1e6:.2f} Mbit"),
         ("ε", f"{measured.energy_coefficient:.3g}, {power.watts:.3g} W"),
         ("", energy.source),
@@ -132,12 +150,6 @@ def _show(measured: Measurement, preset: str, path: Path) -> None:
         facts.append(("uplink", f"{measured.rate.rate_bps / 1e6:.2f} Mbit/s"))
     for label, fact in facts:
         say(f"{label:>16}  {fact}")
-    if measured.speed.worst_error > GOOD_ENOUGH:
-        note(
-            f"time does not follow α + overhead here: predictions are up to "
-            f"{100 * measured.speed.worst_error:.0f} % off. Was the machine busy? "
-            "Otherwise try --set model.widths=fast, or more --repeats"
-        )
     say(f"Written to {path}. Use it:")
-    say(f"  anycostfl plan --preset {preset} --device {path}")
+    say(f"  anycostfl plan {preset} --device {path}")
     say(f"  anycostfl run {preset} --set 'fleet.profiles=[\"{path}\"]'")

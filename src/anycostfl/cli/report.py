@@ -13,13 +13,13 @@ from anycostfl.records import PAGE
 from anycostfl.report import write_page
 
 SHOWN = (
-    ("method", "method", 1.0),
-    ("rounds", "rounds", 1.0),
-    ("final_accuracy", "accuracy, %", 100.0),
-    ("simulated_minutes", "simulated minutes", 1.0),
-    ("energy_kj", "energy, kJ", 1.0),
-    ("uploaded_mb", "uploaded, MB", 1.0),
-    ("mean_alpha", "mean α", 1.0),
+    ("method", "method", ""),
+    ("rounds", "rounds", ""),
+    ("final_accuracy", "accuracy", ".2%"),
+    ("simulated_minutes", "simulated minutes", ".4g"),
+    ("energy_kj", "energy, kJ", ".4g"),
+    ("uploaded_mb", "uploaded, MB", ".4g"),
+    ("mean_alpha", "mean α", ".3f"),
 )
 
 
@@ -41,11 +41,11 @@ def report(
         for remark in run["remarks"]:
             note(f"{run['name']}: {remark}")
     rows = [
-        [title, *(_cell(run["summary"][key], factor) for run in found)]
-        for key, title, factor in SHOWN
+        [title, *(_cell(run["summary"][key], digits) for run in found)]
+        for key, title, digits in SHOWN
     ]
     rows += [
-        [title, *(_cell(run["summary"][key], 1.0) for run in found)]
+        [title, *(_cell(run["summary"][key]) for run in found)]
         for key, title in MISHAPS.items()
         if any(run["summary"][key] for run in found)
     ]
@@ -53,9 +53,9 @@ def report(
     say(f"Open {path}")
 
 
-def _cell(value: object, factor: float) -> str:
+def _cell(value: object, digits: str = "") -> str:
     if isinstance(value, float):
-        return f"{factor * value:.4g}"
+        return format(value, digits)
     if isinstance(value, dict):
         value = counted(value)
     return "–" if value in (None, "") else str(value)

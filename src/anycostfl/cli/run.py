@@ -15,7 +15,6 @@ from anycostfl.cli._options import MaybePreset, Overrides
 from anycostfl.cli._rounds import WHAT_WOULD_DO, conclude, follow, free_folder, go_on, spent
 from anycostfl.config import Config, load_preset, profiles_of, to_toml
 from anycostfl.data import DataMissing
-from anycostfl.errors import ConfigError
 from anycostfl.experiment import prepare, settle
 from anycostfl.fleet import draw_cohort
 from anycostfl.runs import Turns, begin, keep
@@ -40,11 +39,8 @@ def run(
     processes = count_workers(workers)
     play = find_engine(engine)
     if resume is not None:
-        if preset or set_ or out_dir or dry_run:
-            raise ConfigError(
-                ["--resume takes the run as it is: no preset, --set, --out or --dry-run"]
-            )
-        before = go_on(resume, rounds, simulated=engine == "own")
+        besides = {"a preset": preset, "--set": set_, "--out": out_dir, "--dry-run": dry_run}
+        before = go_on(resume, rounds, besides, simulated=engine == "own")
         config, writer, records = before.config, before.writer, before.records
         turns = play(config, workers=processes, start=before.start)
         if rounds is not None:

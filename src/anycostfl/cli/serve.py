@@ -63,9 +63,8 @@ def serve(
         _check_keys(folder.authority, folder.certificate, folder.certificate_key)
     check_port(host, port)
     if resume is not None:
-        if set_ or out_dir or preset:
-            raise ConfigError(["--resume takes the run as it is: no preset, --set or --out"])
-        before = go_on(resume, rounds, simulated=False)
+        besides = {"a preset": preset, "--set": set_, "--out": out_dir}
+        before = go_on(resume, rounds, besides, simulated=False)
         config, writer, records = for_devices(before.config), before.writer, before.records
         check_counts(config, wait_for, min_replies)
         writer.reconfigure(to_toml(config))
@@ -83,7 +82,7 @@ def serve(
         with suppress(KeyboardInterrupt):
             follow(link.follow(config.run.rounds), records, config, writer.folder, quiet=json)
             stopped = False
-    conclude(config, writer.folder, records, stopped=stopped, json=json)
+    conclude(config, writer.folder, records, stopped=stopped, json=json, real=True)
     if not json:
         out.print(_wire_table(records, link.restarts))
         if stopped:
@@ -138,7 +137,7 @@ def _announce(serving: Serving, config: Config) -> None:
     who = f"{len(keys.registered())} keys registered" if keys else "PLAINTEXT, open to all"
     say(
         f"listening on {serving.host}:{serving.port}, {who}; waiting for "
-        f"{serving.terms.wait_for} of {config.fleet.devices} devices"
+        f"{serving.terms.wait_for} devices of at most {config.fleet.devices}"
     )
 
 

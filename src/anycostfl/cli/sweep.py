@@ -65,15 +65,17 @@ FOR = {
 }
 """Which sweeps look at an option."""
 QUANTITIES = {"energy, kJ": "energy_kj", "latency, min": "latency_min", "uploaded, GB": "gigabytes"}
+NUMBERS = ("reached", "rounds", *QUANTITIES.values())
 
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """A table, the same as numbers, and what draws a figure of it into a file."""
+    """A table, the same as numbers in JSON and in CSV, and what draws a figure of it."""
 
     header: Sequence[str]
     cells: Sequence[Sequence[str]]
     figures: Mapping[str, object]
+    rows: Sequence[Sequence[object]]  # the first names the columns
     draw: Callable[[Path], None]
 
 
@@ -112,7 +114,7 @@ def sweep(
     folder = out_dir or Path("runs", f"compare-{Path(preset).stem}")
     series = series_in(folder, workers, (rates, trial), only_show=only_show, quiet=json)
     if background:
-        go_on_alone(folder)
+        go_on_alone(series, json=json)
         return
     with working_on(series):
         if kind == "ablation":
@@ -143,7 +145,7 @@ def _check_options(kind: str, given: Mapping[str, object]) -> None:
 def _write(found: Finding, stem: Path) -> None:
     """The table, the same for programs, and the picture."""
     rows = io.StringIO(newline="")
-    csv.writer(rows).writerows([found.header, *found.cells])
+    csv.writer(rows).writerows(found.rows)
     with writing_to(stem.parent, AGAIN):
         write_whole(stem.with_suffix(".md"), to_markdown(found.header, found.cells).encode())
         write_whole(stem.with_suffix(".csv"), rows.getvalue().encode())
@@ -160,13 +162,19 @@ def _ablation(series: Series, config: Config) -> Finding:
     _check_played(series, found.values())
     header = [f"to {100 * target:g} %", "rounds", *QUANTITIES]
     cells = [[name, *_cells(spent)] for name, spent in found.items()]
-    there = {n.removeprefix("anycostfl/"): s.cost for n, s in found.items() if s.reached}
     panels = {
-        title: {name: getattr(cost, key) for name, cost in there.items()}
+        title: {_bar(name, spent): getattr(spent.cost, key) for name, spent in found.items()}
         for title, key in QUANTITIES.items()
     }
     numbers = {name: _numbers(spent) for name, spent in found.items()}
-    return Finding(header, cells, numbers, partial(draw_bars, panels))
+    rows = [[name, *each.values()] for name, each in numbers.items()]
+    draw = partial(draw_bars, panels)
+    return Finding(header, cells, numbers, [["method", *NUMBERS], *rows], draw)
+
+
+def _bar(name: str, spent: Spent) -> str:
+    """What stands under a bar; one that did not get to the target would be higher."""
+    return name.removeprefix("anycostfl/") + ("" if spent.reached else ", not reached")
 
 
 def _heterogeneity(
@@ -191,8 +199,10 @@ def _heterogeneity(
         }
         for title, key in QUANTITIES.items()
     }
-    numbers = {n: [[value, _numbers(spent)] for value, spent in p] for n, p in curves.items()}
-    return Finding(header, cells, numbers, partial(draw_lines, panels, X_LABELS[kind]))
+    numbers = {n: [(value, _numbers(spent)) for value, spent in p] for n, p in curves.items()}
+    rows = [[n, value, *each.values()] for n, p in numbers.items() for value, each in p]
+    draw = partial(draw_lines, panels, X_LABELS[kind])
+    return Finding(header, cells, numbers, [["method", "spread", *NUMBERS], *rows], draw)
 
 
 def _widths(series: Series, config: Config, names: Sequence[str]) -> Finding:
@@ -209,7 +219,9 @@ def _widths(series: Series, config: Config, names: Sequence[str]) -> Finding:
         for name, accuracy in found.items()
     }
     draw = partial(draw_lines, {"test accuracy, %": lines}, "width factor α")
-    return Finding(header, cells, {"alpha": list(WIDTHS), **found}, draw)
+    rows = [[name, *accuracy] for name, accuracy in found.items()]
+    figures = {"alpha": list(WIDTHS), **found}
+    return Finding(header, cells, figures, [["method", *WIDTHS], *rows], draw)
 
 
 def _attacks(series: Series, config: Config) -> Finding:
@@ -226,7 +238,9 @@ def _attacks(series: Series, config: Config) -> Finding:
         f"{defence}: accuracy, %": {k: 100 * (by[defence] or 0.0) for k, by in found.items()}
         for defence in ("open", "defended")
     }
-    return Finding(header, cells, found, partial(draw_bars, panels))
+    rows = [[kind, *by_defence.values()] for kind, by_defence in found.items()]
+    draw = partial(draw_bars, panels)
+    return Finding(header, cells, found, [["liars", *found["none"]], *rows], draw)
 
 
 def _against(clean: float | None, accuracy: float | None) -> list[str]:
@@ -247,5 +261,5 @@ def _cells(spent: Spent) -> list[str]:
 
 
 def _numbers(spent: Spent) -> dict[str, float | bool]:
-    costs = {key: float(getattr(spent.cost, key)) for key in ("rounds", *QUANTITIES.values())}
-    return {"reached": spent.reached, **costs}
+    _, *keys = NUMBERS
+    return {"reached": spent.reached, **{key: float(getattr(spent.cost, key)) for key in keys}}

@@ -154,7 +154,7 @@ def _text(path: Path, remarks: list[str]) -> str:
 
 def _asked(config: str, remarks: list[str]) -> Asked:
     try:
-        known = parse_config(config, CONFIG, any_model=True)
+        known = parse_config(config, CONFIG, foreign=True)
     except ConfigError as error:
         remarks.append(f"{CONFIG} is not understood, so targets and budgets are missing ({error})")
         return Asked()
