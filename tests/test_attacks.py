@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from anycostfl.attacks import LIES, Attack, corrupt, liars
-from anycostfl.records import totals
+from anycostfl.report import summarise
 from anycostfl.simulate import run
 from small_runs import small_config
 
@@ -59,7 +59,7 @@ def test_those_who_point_away_are_left_out_and_it_is_written_down(tmp_path: Path
     out = {d.device for d in first.devices if d.status.startswith("left out: agrees")}
     assert set(lying) <= out  # an honest one with odd data may be among them
     assert len(out) < 4
-    assert totals([first])["left_out"] == len(out)
+    assert summarise("anycostfl", 1.0, [first])["updates_left_out"] == len(out)
 
 
 @pytest.mark.parametrize("kind", LIES)

@@ -22,7 +22,7 @@ import numpy as np
 from anycostfl.config import Config, identity, parse_config, profiles_of, to_toml
 from anycostfl.errors import AnycostError
 from anycostfl.fleet import draw_cohort
-from anycostfl.records import CONFIG, read_config, read_journal
+from anycostfl.records import CONFIG, bill_of, read_config, read_journal, rounds_to
 from anycostfl.rounds import charge
 from anycostfl.runs import Turns, begin, check_files, keep, take_up
 from anycostfl.simulate import play
@@ -162,7 +162,7 @@ def _check_same(case: Case, home: Path) -> None:
 
 def reached(target: float) -> Enough:
     """Whether the target accuracy has been seen."""
-    return lambda records: any((r.accuracy or 0.0) >= target for r in records)
+    return lambda records: rounds_to(target, records) is not None
 
 
 def lasted(rounds: int) -> Enough:
@@ -198,12 +198,13 @@ def cost_of(records: Records, config: Config) -> Cost:
     """What these rounds cost."""
     per_sample = config.workload.epochs * config.workload.flops_per_sample
     work = sum(d.flops_ratio * d.samples for r in records for d in r.devices if d.compute_s)
+    bill = bill_of(records)
     return Cost(
         rounds=len(records),
-        energy_kj=sum(r.energy_j for r in records) / 1e3,
-        latency_min=sum(r.latency_s for r in records) / 60,
+        energy_kj=bill.energy_j / 1e3,
+        latency_min=bill.latency_s / 60,
         tflops=work * per_sample / 1e12,
-        gigabytes=sum(r.bytes_up for r in records) / 1e9,
+        gigabytes=bill.bytes_up / 1e9,
     )
 
 
@@ -217,9 +218,8 @@ class Spent:
 
 def cost_to(records: Records, config: Config, target: float) -> Spent:
     """What it cost until the target accuracy was first seen, else all of it."""
-    hit = next((i for i, r in enumerate(records) if (r.accuracy or 0.0) >= target), None)
-    until = len(records) if hit is None else hit + 1
-    return Spent(cost_of(records[:until], config), hit is not None)
+    rounds = rounds_to(target, records)
+    return Spent(cost_of(records[:rounds], config), reached=rounds is not None)
 
 
 def recost(records: Records, config: Config) -> Records | None:

@@ -89,24 +89,26 @@ def sync(path: Path) -> None:
 
 
 @contextmanager
-def only_one(folder: Path, then: str = GO_ON) -> Iterator[None]:
+def only_one(
+    folder: Path, then: str = GO_ON, *, name: str = LOCK, mark: str = ""
+) -> Iterator[None]:
     """Keep other processes away from a folder; the lock goes when this one does, however it ends.
 
-    Whoever is on the way out gets a moment to leave.
+    Whoever is on the way out gets a moment to leave. Inside the lock stands the process, or a mark.
     """
     with writing_to(folder, then):
-        lock = open(folder / LOCK, "a+", opener=no_link)  # noqa: SIM115 - closed below
+        lock = open(folder / name, "a+", opener=no_link)  # noqa: SIM115 - closed below
     with lock:
         until = time.monotonic() + LEAVING_S
         while not lock_of(lock):
             if time.monotonic() > until:
                 lock.seek(0)
-                who = lock.read() or "?"
-                raise InUse(f"process {who} is working on {folder}; wait for it or stop it")
+                who = lock.read() or "another process"
+                raise InUse(f"{who} is working on {folder}; wait for it or stop it")
             time.sleep(0.1)
         with writing_to(folder, then):
             lock.truncate(0)
-            lock.write(str(os.getpid()))
+            lock.write(mark or f"process {os.getpid()}")
             lock.flush()
         yield
 

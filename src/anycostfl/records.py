@@ -8,7 +8,7 @@
     checkpoint-N.safetensors   the global state, its velocity and all memories after N rounds
     widths.json          accuracy and cost of sub-models, if they were measured
     report.html          a page that shows all this, written by `anycostfl.report`
-    lock                 held by whoever plays the run; inside: its process
+    lock                 held by whoever plays the run; inside: who that is
 
 A checkpoint is written beside its place and renamed into it, after the journal has reached the
 disk. So at any moment, even during a power cut, the newest checkpoint is whole and the journal
@@ -415,24 +415,29 @@ def read_own_files(folder: Path) -> dict[str, str]:
     return kept if isinstance(kept, dict) else {}
 
 
-def totals(records: Sequence[RoundRecord]) -> dict[str, float]:
-    """What a run has cost so far, with which strategies, and how many devices did not help."""
-    taking_part = [d for r in records for d in r.devices if d.bytes_up]
-    count = max(len(taking_part), 1)
-    kinds = Counter(d.kind for r in records for d in r.devices)
-    return {
-        "latency_s": sum(r.latency_s for r in records),
-        "energy_j": sum(r.energy_j for r in records),
-        "bytes_up": sum(r.bytes_up for r in records),
-        "bytes_down": sum(r.bytes_down for r in records),
-        "mean_alpha": sum(d.alpha for d in taking_part) / count,
-        "mean_beta": sum(d.beta for d in taking_part) / count,
-        "sat_out": kinds["sat out"],
-        "failed": kinds["failed"],
-        "refused": sum(refusals(records).values()),
-        "left_out": kinds["left out"],
-        "benched": kinds["benched"],
-    }
+@dataclass(frozen=True, slots=True)
+class Bill:
+    """What rounds have cost."""
+
+    latency_s: float
+    energy_j: float
+    bytes_up: int
+    bytes_down: int
+
+
+def bill_of(records: Sequence[RoundRecord]) -> Bill:
+    """What these rounds have cost."""
+    return Bill(
+        latency_s=sum(r.latency_s for r in records),
+        energy_j=sum(r.energy_j for r in records),
+        bytes_up=sum(r.bytes_up for r in records),
+        bytes_down=sum(r.bytes_down for r in records),
+    )
+
+
+def rounds_to(target: float, records: Sequence[RoundRecord]) -> int | None:
+    """After how many rounds an accuracy was first seen; None if it was not."""
+    return next((i for i, r in enumerate(records, 1) if (r.accuracy or 0.0) >= target), None)
 
 
 def refusals(records: Sequence[RoundRecord]) -> dict[str, int]:

@@ -17,7 +17,7 @@ from anycostfl.cli._console import emit_json, note, out, say, table
 from anycostfl.config import Config
 from anycostfl.errors import ConfigError, MissingExtra
 from anycostfl.files import writing_to
-from anycostfl.records import ELSEWHERE, PAGE, totals
+from anycostfl.records import ELSEWHERE, PAGE, bill_of
 from anycostfl.report import draw_curves, summarise, write_page
 from anycostfl.runs import Stopped, check_engine, take_up
 from anycostfl.types import RoundRecord
@@ -125,12 +125,12 @@ def _progress(config: Config, first: int, *, quiet: bool) -> Iterator[Show]:
 
 
 def _line(done: Sequence[RoundRecord], seconds: float, *, short: bool = False) -> str:
-    spent = totals(done)
+    bill = bill_of(done)
     accuracy = next((r.accuracy for r in reversed(done) if r.accuracy is not None), None)
     shown = "  –  " if accuracy is None else f"{100 * accuracy:5.2f} %"
     line = (
-        f"accuracy {shown}  {spent['latency_s'] / 60:6.2f} min  {spent['energy_j'] / 1e3:7.3f} kJ  "
-        f"{spent['bytes_up'] / 1e6:7.1f} MB up  {seconds:5.1f} s/round"
+        f"accuracy {shown}  {bill.latency_s / 60:6.2f} min  {bill.energy_j / 1e3:7.3f} kJ  "
+        f"{bill.bytes_up / 1e6:7.1f} MB up  {seconds:5.1f} s/round"
     )
     return line if short else f"round {len(done):4d}  {line}"
 

@@ -39,7 +39,7 @@ from anycostfl.flower.keys import KeyFolder, public_key
 from anycostfl.flower.numbers import note_nodes
 from anycostfl.flower.orphans import PARENT
 from anycostfl.flower.roster import Terms
-from anycostfl.flower.server import FAILURE, LOCK, LOG
+from anycostfl.flower.server import FAILURE, LOCK, LOG, mark_of
 from anycostfl.records import JOURNAL, read_journal
 from anycostfl.types import RoundRecord
 
@@ -292,7 +292,7 @@ def _is_at_work(folder: Path, run_id: int, began: float) -> bool:
         if not lock_of(file):
             return True
         file.seek(0)
-        came_up = file.read() == str(run_id)
+        came_up = file.read() == mark_of(run_id)
         return not came_up and time.monotonic() - began < START_S
 
 

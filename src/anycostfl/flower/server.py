@@ -13,8 +13,8 @@ from __future__ import annotations
 import json
 import os
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from logging import ERROR, INFO, WARNING, Formatter, StreamHandler, getLogger
 from pathlib import Path
@@ -29,7 +29,7 @@ from anycostfl.attacks import check_honest
 from anycostfl.config import Config
 from anycostfl.coupling import tensors_of
 from anycostfl.errors import AnycostError
-from anycostfl.files import append_line, lock_of, no_link, write_whole
+from anycostfl.files import append_line, no_link, only_one, write_whole
 from anycostfl.flower.broadcast import Chain
 from anycostfl.flower.messages import Ask, Task, pack_weights
 from anycostfl.flower.numbers import Numbers
@@ -44,9 +44,8 @@ from anycostfl.types import DeviceRecord, Reason
 from anycostfl.workers import InProcess, one_thread
 
 LOG = "flower/server.log"  # what the SuperLink and the server app say
-LOCK = "server.lock"  # held by the server app; inside: the id of Flower's run
+LOCK = "server.lock"  # held by the server app
 FAILURE = "failure.txt"  # why the server app gave up
-TRIES = 50  # to get the lock, ten a second
 PACE = "pace.jsonl"  # where the seconds of each round went
 FAR = 2.0  # a device that works so many times its planned seconds is not what its profile says
 
@@ -61,7 +60,7 @@ def main(grid: Grid, context: Context) -> None:
     end_with_parent(lambda: os._exit(1), os.getppid())
     folder = Path(str(context.run_config["run-dir"]))
     log_to(folder / LOG)
-    with sole_server(folder, context.run_id):
+    with only_one(folder, name=LOCK, mark=mark_of(context.run_id)):
         try:
             before = take_up(folder)
             check_engine(before, simulated=False)
@@ -81,6 +80,11 @@ def main(grid: Grid, context: Context) -> None:
             raise
 
 
+def mark_of(run_id: int) -> str:
+    """What stands in the lock of a run directory while Flower's run of this id plays it."""
+    return f"Flower's run {run_id}"
+
+
 def log_to(path: Path) -> None:
     """Write down what is said here: Flower shows nobody what a server app prints."""
     handler = StreamHandler(open(path, "a", opener=no_link))  # noqa: SIM115 - for good
@@ -96,22 +100,6 @@ def read_terms(table: UserConfig) -> Terms:
         min_replies=int(table["min-replies"]),
         patience_s=float(table["patience-s"]),
     )
-
-
-@contextmanager
-def sole_server(folder: Path, run_id: int) -> Iterator[None]:
-    """Hold the run directory; the lock goes when the process does, however it ends."""
-    with open(folder / LOCK, "a+", opener=no_link) as file:
-        for _ in range(TRIES):  # whoever watches the run holds the lock for a moment, too
-            if lock_of(file):
-                break
-            time.sleep(0.1)
-        else:
-            raise AnycostError(f"another server is at work on {folder}")
-        file.truncate(0)
-        file.write(str(run_id))
-        file.flush()
-        yield
 
 
 def play(

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 
-from anycostfl.records import refusals, totals
+from anycostfl.records import bill_of, refusals, rounds_to
 from anycostfl.types import RoundRecord
 
 
@@ -13,30 +14,31 @@ def summarise(
 ) -> dict[str, object]:
     """Accuracy, cost, and the cost of the first round that reached the target."""
     accuracies = [r.accuracy for r in records if r.accuracy is not None]
-    spent = totals(records)
-    hit = next((i for i, r in enumerate(records) if (r.accuracy or 0) >= target_accuracy), None)
-    reached = totals(records[: hit + 1]) if hit is not None else None
-    benched = {d.device for r in records for d in r.devices if d.kind == "benched"}
+    devices = [device for record in records for device in record.devices]
+    sent = [d for d in devices if d.bytes_up]
+    kinds, refused = Counter(d.kind for d in devices), refusals(records)
+    rounds = rounds_to(target_accuracy, records)
+    bill, there = bill_of(records), None if rounds is None else bill_of(records[:rounds])
     return {
         "method": method,
         "rounds": len(records),
         "final_accuracy": accuracies[-1] if accuracies else None,
         "best_accuracy": max(accuracies, default=None),
-        "simulated_minutes": spent["latency_s"] / 60,
-        "energy_kj": spent["energy_j"] / 1e3,
-        "uploaded_mb": spent["bytes_up"] / 1e6,
-        "downloaded_mb": spent["bytes_down"] / 1e6,
-        "mean_alpha": spent["mean_alpha"],
-        "mean_beta": spent["mean_beta"],
-        "devices_sat_out": int(spent["sat_out"]),
-        "devices_failed": int(spent["failed"]),
-        "updates_refused": int(spent["refused"]),
-        "refused_because": refusals(records),
-        "updates_left_out": int(spent["left_out"]),
-        "devices_benched": len(benched),
-        "rounds_benched": int(spent["benched"]),
+        "simulated_minutes": bill.latency_s / 60,
+        "energy_kj": bill.energy_j / 1e3,
+        "uploaded_mb": bill.bytes_up / 1e6,
+        "downloaded_mb": bill.bytes_down / 1e6,
+        "mean_alpha": sum(d.alpha for d in sent) / max(len(sent), 1),
+        "mean_beta": sum(d.beta for d in sent) / max(len(sent), 1),
+        "devices_sat_out": kinds["sat out"],
+        "devices_failed": kinds["failed"],
+        "updates_refused": sum(refused.values()),
+        "refused_because": refused,
+        "updates_left_out": kinds["left out"],
+        "devices_benched": len({d.device for d in devices if d.kind == "benched"}),
+        "rounds_benched": kinds["benched"],
         "target_accuracy": target_accuracy,
-        "rounds_to_target": None if hit is None else hit + 1,
-        "minutes_to_target": reached and reached["latency_s"] / 60,
-        "kj_to_target": reached and reached["energy_j"] / 1e3,
+        "rounds_to_target": rounds,
+        "minutes_to_target": there and there.latency_s / 60,
+        "kj_to_target": there and there.energy_j / 1e3,
     }
