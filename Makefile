@@ -55,8 +55,9 @@ paper: $(READY) ## The paper's whole evaluation (a day on two cores; goes on whe
 	$(BIN)/anycostfl compare fmnist-noniid $(TUNED) --trial 24
 	$(BIN)/anycostfl compare fmnist-iid $(TUNED) --trial 12 --methods anycostfl,stc,fedhq --seeds 3
 	$(BIN)/anycostfl compare $(CIFAR) --methods anycostfl,anycostfl+,stc,heterofl,fedavg
-	$(BIN)/anycostfl compare fmnist-iid $(ALL)
-	$(BIN)/anycostfl compare fmnist-noniid $(ALL)
+	for data in fmnist-iid fmnist-noniid; do \
+	  $(BIN)/anycostfl compare $$data $(ALL) --set training.momentum=0.9 --out runs/momentum-$$data && \
+	  $(BIN)/anycostfl compare $$data $(ALL) || exit; done
 	for kind in ablation compute radio; do \
 	  $(BIN)/anycostfl sweep $$kind fmnist-iid $(TUNED) --trial 12 || exit; done
 	$(BIN)/anycostfl sweep widths fmnist-iid $(TUNED) --trial 12 --show

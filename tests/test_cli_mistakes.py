@@ -11,6 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from flwr.common.logger import console_handler
 
 import anycostfl
 from anycostfl.config import load_preset, to_toml
@@ -106,6 +107,13 @@ def test_a_serve_that_cannot_begin_leaves_no_folder_behind(
     code, _, message = call(*words)
     assert (code, Path("runs").exists()) == (2, False)
     assert "is not in nowhere" in message
+
+
+def test_where_nobody_looks_on_a_devices_log_has_dates_and_no_colours(call: Call) -> None:
+    code, _, message = call("join", "127.0.0.1:1", "--device", 0, "--insecure", "--patience-s", 0.1)
+    assert code == 2
+    assert "127.0.0.1:1 cannot be reached" in message
+    assert (console_handler.timestamps, console_handler.colored) == (True, False)
 
 
 def test_who_trusts_something_else_than_a_certificate_is_told_so(call: Call) -> None:
