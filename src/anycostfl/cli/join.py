@@ -61,9 +61,7 @@ def join(
         problems.append(f"--data: there is no file {data}")
     if problems:
         raise ConfigError(problems)
-    from flwr.common.logger import update_console_handler  # noqa: PLC0415 - optional
-
-    from anycostfl.flower import device as apps  # noqa: PLC0415
+    from anycostfl.flower import device as apps  # noqa: PLC0415 - optional
     from anycostfl.flower.node import Address  # noqa: PLC0415
     from anycostfl.flower.node import join as be_a_node  # noqa: PLC0415
 
@@ -77,7 +75,6 @@ def join(
         all_data=all_data,
         threads=threads or cores(),
     )
-    update_console_handler(timestamps=not err.is_terminal, colored=err.is_terminal)
     signal.signal(signal.SIGTERM, _leave)
     try:
         be_a_node(Address(server, trust, key, patience_s), apps.app, setup)

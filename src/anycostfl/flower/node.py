@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 import ssl
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -26,7 +27,7 @@ from flwr.app import Context, Error, Message, RecordDict
 from flwr.app.message import remove_content_from_message
 from flwr.clientapp import ClientApp
 from flwr.common.constant import ErrorCode
-from flwr.common.logger import log
+from flwr.common.logger import log, update_console_handler
 from flwr.common.serde import message_to_proto
 from flwr.proto.fleet_pb2 import (
     ActivateNodeRequest,
@@ -101,6 +102,8 @@ class Address:
 
 def join(address: Address, app: ClientApp, setup: Setup) -> None:
     """Be a device of the fleet until the process is stopped, or the server says no."""
+    watched = sys.stderr.isatty()
+    update_console_handler(timestamps=not watched, colored=watched)
     key = private_key(address.key) if address.key else ec.generate_private_key(ec.SECP384R1())
     context = Context(
         run_id=0, node_id=0, node_config=setup.node_config(), state=RecordDict(), run_config={}
