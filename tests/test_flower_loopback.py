@@ -90,8 +90,9 @@ def processes(tmp_path: Path) -> Iterator[Loopback]:
         yield running
 
 
-def ends(process: subprocess.Popen[bytes], seconds: float) -> int:
-    return process.wait(seconds)
+def ends(process: subprocess.Popen[bytes]) -> int:
+    """Its exit code; the wait is long, for a machine that has much else to do."""
+    return process.wait(300)
 
 
 def test_four_widths_over_tls_with_keys_as_simulated_and_a_stranger_is_refused(
@@ -102,14 +103,14 @@ def test_four_widths_over_tls_with_keys_as_simulated_and_a_stranger_is_refused(
     server = fleet.serve()
     devices = [fleet.join(i) for i in range(4)]
     stranger = fleet.join(0, KeyFolder(fleet.folder / "elsewhere").device("stranger"))
-    assert ends(server, 150) == 0, processes.log("serve")
+    assert ends(server) == 0, processes.log("serve")
     assert len({d.alpha for d in fleet.records()[0].devices}) == 4
     fleet.assert_as_simulated()
     for record in fleet.records():
         assert all(d.wire_bytes_down > d.bytes_down and d.wire_bytes_up for d in record.devices)
     for device in devices:
         device.terminate()
-    assert [ends(device, 20) for device in devices] == [143] * 4
+    assert [ends(device) for device in devices] == [143] * 4
     said = (fleet.run / "flower" / "server.log").read_text()
     assert "device 0 is ready" in said
     assert "round 3 is done" in said
@@ -117,7 +118,7 @@ def test_four_widths_over_tls_with_keys_as_simulated_and_a_stranger_is_refused(
     assert "joined" not in processes.log("stranger")
     assert (fleet.run / "report.html").exists()
     stranger.terminate()
-    ends(stranger, 20)
+    ends(stranger)
     wait_until(lambda: not processes.pids(), 20, "every process is gone")
 
 
@@ -130,7 +131,7 @@ def test_a_device_that_lies_in_every_way_is_refused_and_the_run_goes_on(
     for i in range(3):
         fleet.join(i)
     fleet.join(3, program=[sys.executable, str(Path(__file__).with_name("liar.py"))])
-    assert ends(server, 300) == 0, processes.log("serve")
+    assert ends(server) == 0, processes.log("serve")
     told = [{d.device: d.status for d in record.devices} for record in fleet.records()]
     assert len(told) == len(LIES)
     assert all(statuses[i] == "ok" for statuses in told for i in range(3))
@@ -145,12 +146,12 @@ def test_a_key_that_comes_back_under_another_number_is_sent_away(processes: Loop
     devices = [fleet.join(0), fleet.join(1)]
     fleet.wait_for_rounds(1)
     devices[1].terminate()
-    ends(devices[1], 20)
+    ends(devices[1])
     other = fleet.join(3, fleet.keys.device("d1"))
-    assert ends(other, 60) == 2
+    assert ends(other) == 2
     assert "key d1 is device 1 in this run, not 3" in processes.log("d1")
     os.killpg(server.pid, signal.SIGINT)
-    ends(server, 60)
+    ends(server)
 
 
 # --- drills: what is killed comes back, and nothing is lost ---------------------------------------
@@ -186,11 +187,11 @@ def test_a_killed_device_costs_its_round_a_deadline_and_is_used_again(processes:
 
     wait_until(is_used_again, 90, "the restarted device takes part")
     os.killpg(server.pid, signal.SIGINT)
-    assert ends(server, 60) == 130, processes.log("serve")
+    assert ends(server) == 130, processes.log("serve")
     assert "anycostfl serve --resume run" in processes.log("serve")
     for device in (*devices, back):
         device.kill()
-        ends(device, 20)
+        ends(device)
     wait_until(lambda: not processes.pids(), 20, "every process is gone")
 
 
@@ -203,7 +204,7 @@ def test_a_killed_server_app_goes_on_and_nothing_is_lost(processes: Loopback) ->
     fleet.wait_for_rounds(2)
     (app,) = processes.pids("flwr-serverapp")
     os.kill(app, signal.SIGKILL)
-    assert ends(server, 180) == 0, processes.log("serve")
+    assert ends(server) == 0, processes.log("serve")
     assert "server app restarted" in processes.log("serve")
     fleet.assert_as_simulated()
 
@@ -217,5 +218,5 @@ def test_a_killed_server_is_resumed_for_longer_and_nothing_is_lost(processes: Lo
     server.kill()
     wait_until(lambda: len(processes.pids()) == len(devices), 30, "the server's processes follow")
     again = fleet.serve("--rounds", "6", resume=True)
-    assert ends(again, 180) == 0, processes.log("serve")
+    assert ends(again) == 0, processes.log("serve")
     fleet.assert_as_simulated()

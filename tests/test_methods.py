@@ -388,3 +388,12 @@ def test_the_scaler_makes_up_for_what_each_layer_lost(rule: str) -> None:
         assert torch.allclose(layer.train()(some), factors[-1] * layer.eval()(some))
     assert max(factors) > 1
     assert factors[-1] == 1  # as many classes as ever
+
+
+def test_without_its_scaler_heterofl_trains_what_was_cut() -> None:
+    net = ElasticModel(models.load("cnn").build(), torch.randn(2, 1, 28, 28))
+    sub, some = net.shrink(0.4).module, torch.randn(2, 1, 28, 28)
+    methods.load("heterofl/without-scaler").prepare(sub, net.module)
+    assert torch.equal(sub.train()(some), sub.eval()(some))
+    methods.load("heterofl").prepare(sub, net.module)
+    assert not torch.allclose(sub.train()(some), sub.eval()(some))

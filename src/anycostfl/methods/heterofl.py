@@ -15,6 +15,7 @@ methods share here.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
 from typing import cast
 
@@ -72,3 +73,9 @@ METHOD = Method(
     sorts_channels=False,
     prepare=prepare,
 )
+
+VARIANTS = {
+    "without-scaler": replace(
+        METHOD, summary="HeteroFL without its Scaler", prepare=lambda _module, _whole: None
+    ),
+}
