@@ -28,6 +28,7 @@ from anycostfl.compare import (
     lasted,
     make_case,
     make_row,
+    over_budget,
     papers_rows,
     reached,
     recost,
@@ -62,6 +63,21 @@ def test_costs_by_hand(tmp_path: Path) -> None:
     assert reached(0.7)(records)
     assert not reached(0.71)(records)
     assert score(rounds_of(0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8), 8) == pytest.approx(0.7)
+
+
+def test_who_paid_more_than_its_budgets_by_hand(tmp_path: Path) -> None:
+    config = small_config(tmp_path, "fleet.latency_s=5.0")  # just enough for the slower one
+    affordable = rounds_of(0.1, 0.7)
+    assert over_budget(affordable, config) == 0.0
+    late = replace(config, fleet=replace(config.fleet, latency_s=4.0))
+    assert over_budget(affordable, late) == 0.5
+    (first, second), idle = affordable[0].devices, DeviceRecord(2, "sat out: energy", budget_j=0.0)
+    poor = RoundRecord(0, None, (replace(first, budget_j=0.9), second, idle))
+    assert over_budget([poor, *affordable[1:]], config) == 0.25
+    assert over_budget([], config) == 0.0
+    row = make_row("stc", [(config, [poor]), (late, [poor])], 0.8)
+    assert row.over == 0.75  # one of two, both of two
+    assert as_cells([row], "")[0][8] == "75"
 
 
 def test_a_row_is_the_mean_over_seeds(tmp_path: Path) -> None:

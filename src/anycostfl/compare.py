@@ -29,6 +29,7 @@ from anycostfl.simulate import play
 from anycostfl.types import Profile, RoundRecord
 
 Records = Sequence[RoundRecord]
+SLACK = 1 + 1e-6  # a budget that is used up is not exceeded
 TRIAL = 30  # rounds after which a learning rate is judged, if nothing else is said
 
 
@@ -222,6 +223,14 @@ def cost_to(records: Records, config: Config, target: float) -> Spent:
     return Spent(cost_of(records[:rounds], config), reached=rounds is not None)
 
 
+def over_budget(records: Records, config: Config) -> float:
+    """The share of those asked to train who took more energy or time than they had for it."""
+    asked = [d for r in records for d in r.devices if d.compute_s]
+    latency_s = config.fleet.latency_s
+    over = sum(d.energy_j > SLACK * d.budget_j or d.latency_s > SLACK * latency_s for d in asked)
+    return over / len(asked) if asked else 0.0
+
+
 def recost(records: Records, config: Config) -> Records | None:
     """The same training paid for by another fleet; None if it would have been planned otherwise.
 
@@ -285,6 +294,7 @@ class Row:
     cost: Cost  # to the target, or of all that was played
     reached: bool  # the target, by every seed
     whole: bool  # all rounds were played, not only those to the target
+    over: float  # share of the devices asked, round by round, that paid more than their budgets
     best: float
     spread: float | None  # standard deviation of the best accuracies; one seed has none
 
@@ -301,6 +311,7 @@ def make_row(label: str, runs: Sequence[tuple[Config, Records]], target: float) 
         cost=_mean([each.cost for each in spent]),
         reached=all(each.reached for each in spent),
         whole=all(len(records) >= config.run.rounds for config, records in runs),
+        over=statistics.fmean(over_budget(records, config) for config, records in runs),
         best=statistics.fmean(best),
         spread=statistics.stdev(best) if len(best) > 1 else None,
     )
@@ -318,7 +329,8 @@ def papers_rows(preset: str) -> Mapping[str, Sequence[float]]:
     return rows
 
 
-HEADER = ("method", "rate", "seeds", "rounds", "energy kJ", "latency min", "TFLOP", "GB", "best %")
+COSTS = ("rounds", "energy kJ", "latency min", "TFLOP", "GB")
+HEADER = ("method", "rate", "seeds", *COSTS, "over budget %", "best %")
 
 
 def as_cells(rows: Sequence[Row], preset: str) -> list[list[str]]:
@@ -335,13 +347,14 @@ def as_cells(rows: Sequence[Row], preset: str) -> list[list[str]]:
                 f"{row.rate:g}",
                 str(row.seeds),
                 *as_bounds(figures, reached=row.reached),
+                as_figure(100 * row.over, 0),
                 f"{'' if row.whole else '≥ '}{100 * row.best:.2f}{spread}",
             ]
         )
         if row.label in paper:
             *costs, best, std = paper[row.label]
             figures = _cost_cells(Cost(*costs), Cost(*paper["anycostfl"][:-2]))
-            cells.append(["  paper", "", "3", *figures, f"{best:.2f} ± {std:.2f}"])
+            cells.append(["  paper", "", "3", *figures, "", f"{best:.2f} ± {std:.2f}"])
     return cells
 
 
@@ -387,9 +400,9 @@ def to_csv(rows: Sequence[Row]) -> str:
     out = io.StringIO()
     writer = csv.writer(out)
     names = [item.name for item in fields(Cost)]
-    writer.writerow(["method", "rate", "seeds", "played", "reached", *names, "best", "std"])
+    writer.writerow(["method", "rate", "seeds", "played", "reached", *names, "over", "best", "std"])
     for row in rows:
-        figures = [*astuple(row.cost), row.best, "" if row.spread is None else row.spread]
+        figures = [*astuple(row.cost), row.over, row.best, "" if row.spread is None else row.spread]
         writer.writerow([row.label, row.rate, row.seeds, row.rounds, row.reached, *figures])
     return out.getvalue()
 
