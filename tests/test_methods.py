@@ -277,6 +277,39 @@ def test_nearest_is_nearest(points: list[tuple[float, float]]) -> None:
     assert np.linalg.norm(given_ - found, axis=1) == pytest.approx(best, abs=1e-9)
 
 
+@given(st.lists(st.tuples(*[st.integers(-2047, 2047)] * 2), min_size=1, max_size=50))
+def test_every_lattice_point_has_a_number_of_its_own(points: list[tuple[int, int]]) -> None:
+    there = np.array(points)
+    assert uveqfed.point(uveqfed.number(there)).tolist() == there.tolist()
+
+
+def test_numbers_of_lattice_points_leave_none_out() -> None:
+    square = np.array(list(itertools.product(range(-20, 20), repeat=2)))  # zigzag: 0 … 39 each
+    assert sorted(uveqfed.number(square).tolist()) == list(range(-800, 800))
+
+
+def test_uveqfed_sends_what_the_decoder_can_place() -> None:
+    """Server and device draw the same dither: every pair comes back within its cell."""
+    dense = torch.randn(300, 1000, generator=torch.Generator().manual_seed(0))
+    payload = uveqfed.METHOD.encode({"w": dense}, Upload(0.3, 0, b"plan"))
+    got = uveqfed.METHOD.decode(payload, {"w": (300, 1000)}, b"plan").values["w"]
+    kept = got != 0
+    assert kept.sum() > 2 * 2 * uveqfed.CHUNK  # more than one portion of the dither
+    wanted, sent = dense[kept].double().numpy(), got[kept].double().numpy()
+    scale = uveqfed.STEP * math.sqrt((wanted**2).mean())
+    ends = len(sent) - len(sent) % 2
+    error = (sent - wanted)[:ends].reshape(-1, 2)
+    assert np.linalg.norm(error, axis=1).max() <= (1 / math.sqrt(3) + 1e-4) * scale
+
+
+def test_one_huge_element_costs_uveqfed_a_coarser_step_and_no_more() -> None:
+    flat = np.append(np.full(2_000_000, 1e-6), [1.0, -1.0]).astype(np.float32)
+    sparse = uveqfed.quantize(flat, Ranked(flat), flat.size, b"seed")
+    assert sparse.scalars[0] == pytest.approx(1 / uveqfed.FURTHEST)
+    error = uveqfed.dequantize(sparse, b"seed") - flat
+    assert np.abs(error).max() <= 1 / math.sqrt(3) / uveqfed.FURTHEST + 1e-6
+
+
 def test_the_dither_cancels() -> None:
     """The error is uniform over the cell, whatever the value: its mean 0, its size 5/72 each."""
     flat, pairs = np.full(40_000, 0.123, np.float32), 20_000

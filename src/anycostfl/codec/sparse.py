@@ -34,7 +34,7 @@ LARGEST = np.finfo(np.float32).max  # an element rounded up beyond float32 is th
 class Sparse:
     """Which elements of a flat update are kept, the method's scalars, integers for the kept ones.
 
-    There may be a few integers more than elements, where a method codes them in groups.
+    An integer stands for one element, or for a group of them where a method codes them together.
     """
 
     kept: Bools
@@ -57,7 +57,7 @@ class Layout:
 
     def integers(self, kept: int) -> int:
         """How many integers so many kept elements have."""
-        return -(-kept // self.group) * self.group
+        return -(-kept // self.group)
 
 
 def pack_sparse(sparse: Sparse, tie: Bond) -> bytes:

@@ -4,8 +4,9 @@
 
 Λ is the hexagonal lattice, Q_Λ the nearest point, z a dither uniform over its cell that server and
 device draw from the same seed, ζ = STEP root-mean-squares of v. Subtracting the dither makes the
-error uniform over the cell and independent of x. Full width at a fixed rate; the clock meets the
-latency budget; weights by sample count.
+error uniform over the cell and independent of x. A lattice point is one symbol for the entropy
+coder, as in the authors' program. Full width at a fixed rate; the clock meets the latency budget;
+weights by sample count.
 
 Deviation: the seed is derived from what binds the payload to its plan, so it needs no transport.
 """
@@ -17,10 +18,18 @@ from hashlib import blake2s
 
 import numpy as np
 
-from anycostfl.codec.arrays import Doubles, Floats, Ints
+from anycostfl.codec.arrays import Doubles, Floats, Integers, Ints
 from anycostfl.codec.flat import all_of
 from anycostfl.codec.frame import bond
-from anycostfl.codec.sparse import LARGEST, Layout, Ranked, Sparse, unpack_sparse
+from anycostfl.codec.sparse import (
+    LARGEST,
+    Layout,
+    Ranked,
+    Sparse,
+    unpack_sparse,
+    unzigzag,
+    zigzag,
+)
 from anycostfl.methods import Method, Shapes, State, Upload, elements
 from anycostfl.methods._common import encode_largest, full_width_at, weigh_by_samples
 from anycostfl.types import Update
@@ -28,6 +37,7 @@ from anycostfl.types import Update
 RATE = 1 / 34  # of S, recovered from the paper's table
 CHUNK = 1 << 16  # pairs decoded at a time
 STEP = 0.5  # in root-mean-squares of what is kept; about the least error at this rate
+FURTHEST = 1024  # steps from the origin to the largest element, at most
 BASIS = np.array([[1.0, 0.0], [0.5, np.sqrt(0.75)]])  # rows; cells of width 1
 
 
@@ -59,6 +69,22 @@ def dither(random: np.random.Generator, pairs: int) -> Doubles:
     return inside
 
 
+def number(points: Ints) -> Integers:
+    """One integer for each lattice point, near 0 for those near the origin."""
+    across, up = (zigzag(points[:, axis]) for axis in (0, 1))
+    # Along the edge of ever larger squares: up to (m, m) there are (m + 1)² points.
+    return unzigzag(np.where(across < up, up * up + across, across * across + across + up))
+
+
+def point(numbers: Integers) -> Integers:
+    """The coordinates of the lattice point that each integer stands for."""
+    symbols = zigzag(numbers)
+    edge = np.sqrt(symbols.astype(np.float64)).astype(np.uint32)
+    rest = symbols - edge * edge
+    across, up = np.where(rest < edge, (rest, edge), (edge, rest - edge))
+    return unzigzag(np.stack([across, up], 1).ravel()).reshape(-1, 2)
+
+
 def encode(update: State, upload: Upload) -> bytes:
     """Top-k, then the dithered lattice."""
     return encode_largest(update, upload, partial(quantize, binding=upload.binding), per_byte=1.0)
@@ -68,20 +94,21 @@ def quantize(flat: Floats, ranked: Ranked, count: int, binding: bytes) -> Sparse
     """The `count` largest elements as lattice coordinates; the scalar is ζ."""
     kept = ranked.largest(count)
     chosen = flat[kept].astype(np.float64)
-    scale = np.float32(STEP * np.sqrt(np.mean(chosen**2))) if chosen.size else np.float32(0)
+    usual = STEP * np.sqrt(np.mean(chosen**2)) if chosen.size else 0.0
+    scale = np.float32(max(usual, np.abs(chosen).max(initial=0.0) / FURTHEST))
     if not scale > 0:
         return Sparse.nothing(flat.size)
     pairs = np.resize(np.append(chosen, 0.0), (-(-chosen.size // 2), 2))
     points = nearest(pairs / np.float64(scale) + dither(_random(binding), len(pairs)))
-    return Sparse(kept, (float(scale),), points.ravel())
+    return Sparse(kept, (float(scale),), number(points))
 
 
 def dequantize(sparse: Sparse, binding: bytes) -> Floats:
     """The lattice points without the dither, in their places."""
-    values = np.empty(sparse.integers.size, np.float32)
-    pairs, random = sparse.integers.reshape(-1, 2), _random(binding)
-    for begin in range(0, len(pairs), CHUNK):  # a lattice point takes ten times its element
-        chunk = pairs[begin : begin + CHUNK]
+    numbers, random = sparse.integers.astype(np.int32, copy=False), _random(binding)
+    values = np.empty(2 * numbers.size, np.float32)
+    for begin in range(0, numbers.size, CHUNK):  # a lattice point takes ten times its element
+        chunk = point(numbers[begin : begin + CHUNK])
         points = sparse.scalars[0] * (chunk @ BASIS - dither(random, len(chunk)))
         values[2 * begin : 2 * (begin + len(chunk))] = np.clip(points.ravel(), -LARGEST, LARGEST)
     flat = np.zeros(sparse.kept.size, np.float32)
