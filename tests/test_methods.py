@@ -55,6 +55,28 @@ def test_all_but_fedavg_compress() -> None:
 
 # --- every method ---------------------------------------------------------------------------------
 
+UNMASKED = {"fedavg", "fedhq", "heterofl", "qsgd", "stc", "uveqfed", "anycostfl/without-aio"}
+BY_SAMPLES = {"fedavg", "fedhq", "qsgd", "uveqfed"}
+
+
+@pytest.mark.parametrize("name", [x for n in methods.names() for x in (n, *methods.variants(n))])
+def test_what_is_not_sent_counts_as_zero_but_for_all_in_one_aggregation(name: str) -> None:
+    method, beta = methods.load(name), 1.0 if name in ("fedavg", "anycostfl/without-fgc") else 0.03
+    payload = method.encode(update(), Upload(beta, 7, b"plan", codec=method.codec))
+    decoded = method.decode(payload, SHAPES, b"plan")
+    everywhere = all(bool(mask.all()) for mask in decoded.masks.values())
+    dense = beta == 1.0 or method.codec == "lowrank"  # every element is sent
+    assert everywhere == (dense or name.partition("/without-s")[0] in UNMASKED)
+
+
+@pytest.mark.parametrize("name", [x for n in methods.names() for x in (n, *methods.variants(n))])
+def test_who_weighs_by_samples(name: str) -> None:
+    method = methods.load(name)
+    assert method.by_samples == (name in BY_SAMPLES)
+    if name in BY_SAMPLES:
+        weights = method.weigh(np.ones(2), np.full(2, 0.03), np.array([100.0, 300.0]))
+        assert weights == pytest.approx([0.25, 0.75])
+
 
 @pytest.mark.parametrize("name", compressing())
 @pytest.mark.parametrize("beta", [1 / 25, 1 / 33, 1 / 43])
@@ -368,6 +390,25 @@ def test_fedhq_weights_by_hand_and_best() -> None:
     assert share == pytest.approx(
         grid[np.argmin(grid**2 * cost[1] + (1 - grid) ** 2 * cost[0])], abs=0.006
     )
+
+
+def test_fedhqs_weights_know_its_quantizer() -> None:
+    """They come close to those that the measured errors would give."""
+    given_, bits = update(), np.array([0.67, 1.0, 1.5, 1.9])
+    errors = np.empty(bits.size)
+    for i, beta in enumerate(bits / 32):
+        payload = fedhq.METHOD.encode(given_, Upload(beta, 3, b"plan"))
+        lost = vector(fedhq.METHOD.decode(payload, SHAPES, b"plan").values) - vector(given_)
+        errors[i] = lost @ lost / (vector(given_) @ vector(given_))
+    modelled = fedhq.ERROR / (np.exp2(bits) - 1) ** 2
+    assert (modelled / errors).max() < 2.5
+    assert (errors / modelled).max() < 2.5
+    weights = fedhq.weigh(np.ones(4), bits / 32, np.ones(4))
+    bound, best, alike = (
+        (p**2 * (1 + errors)).sum()
+        for p in (weights, 1 / (1 + errors) / (1 / (1 + errors)).sum(), np.full(4, 0.25))
+    )
+    assert best <= bound < best + (alike - best) / 2
 
 
 def test_fedhq_gives_better_channels_more_bits() -> None:

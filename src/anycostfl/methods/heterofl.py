@@ -1,16 +1,18 @@
 """HeteroFL (Diao et al., 2021): widths by computing capacity, averaged over whoever holds them.
 
-A device's width follows from its processor alone: the widest sub-model whose computing, in the time
-that an average radio leaves, costs the average energy budget. Sub-models are nested from the first
+A device's width follows from its processor and its data, never from its own radio or budget: the
+widest sub-model whose computing, in the time that the cohort's average radio leaves, costs the
+cohort's average energy budget. Sub-models are nested from the first
 channel on, never sorted; while training, each cut layer's output is scaled up by one over the width
-that is left (the Scaler). Every device uploads at one rate whatever its channel, so those far away
-are late: HeteroFL does not know the radio.
+that is left (the Scaler). Every device uploads at one rate whatever its channel, so those with less
+than the average radio are late, and those with less than the average budget exceed it.
 
 Deviations: the original does not compress; here the payload is our kernel codec's, at the rate
 recovered from the paper's table, and elements that were not sent count as zero. Widths are
-continuous instead of five classes. The original's clipping of gradients and, for non-IID data, its
-loss over a device's own classes alone are left out: they are parts of local training, which all
-methods share here.
+continuous instead of five classes. Left out: the original's clipping of gradients (for all methods
+alike it is `training.clip_norm`); for non-IID data its loss over a device's own classes alone, and
+its averaging of the last layer's rows over those who have the class; its static BatchNorm
+(docs/decisions/0003 says what is done instead).
 """
 
 from __future__ import annotations
