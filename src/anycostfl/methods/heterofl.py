@@ -2,10 +2,10 @@
 
 A device's width follows from its processor and its data, never from its own radio or budget: the
 widest sub-model whose computing, in the time that the cohort's average radio leaves, costs the
-cohort's average energy budget. Sub-models are nested from the first
-channel on, never sorted; while training, each cut layer's output is scaled up by one over the width
-that is left (the Scaler). Every device uploads at one rate whatever its channel, so those with less
-than the average radio are late, and those with less than the average budget exceed it.
+cohort's average energy budget. Sub-models are nested from the first channel on, never sorted; while
+training, each cut layer's output is scaled up by one over the width that is left (the Scaler).
+Every device uploads at one rate whatever its channel, so those with less than the average radio are
+late, and those with less than the average budget exceed it.
 
 Deviations: the original does not compress; here the payload is our kernel codec's, at the rate
 recovered from the paper's table, and elements that were not sent count as zero. Widths are
