@@ -53,6 +53,9 @@ from anycostfl.errors import AnycostError, ConfigError, MissingExtra
 from anycostfl.files import write_whole, writing_to
 from anycostfl.report import draw_curves
 
+Runs = Mapping[str, Sequence[tuple[Config, Records]]]
+"""The runs of every method, one per seed."""
+
 
 def compare(
     preset: Preset,
@@ -94,13 +97,8 @@ def compare(
         go_on_alone(series, json=json)
         return
     with working_on(series):
-        found = {m: _runs_of(series, config, m, seeds, enough) for m in chosen}
-    there = replace(series, play=False)
-    for method in set(methods.names()) - set(chosen):  # of earlier commands, for the same table
-        with suppress(AnycostError):  # other settings, another table; or damaged
-            found[method] = _runs_of(there, config, method, seeds, enough)
-    order = [m for m in (*methods.names(), *chosen) if found.get(m)]
-    runs = {method: found[method] for method in dict.fromkeys(order)}
+        played = {m: _runs_of(series, config, m, seeds, enough) for m in chosen}
+    runs = _with_earlier(played, replace(series, play=False), config, seeds, enough)
     rows = [make_row(method, of_method, goal) for method, of_method in runs.items()]
     cells = as_cells(rows, _papers(preset, goal))
     if not rows:
@@ -118,19 +116,24 @@ def compare(
         say(f"Everything is in {folder}: {files}, a folder a run")
 
 
-def _note_the_idle(runs: Mapping[str, Sequence[tuple[Config, Records]]]) -> None:
+def _with_earlier(played: Runs, there: Series, config: Config, seeds: int, enough: Enough) -> Runs:
+    """What was played, and what earlier commands played for the same table, in its order."""
+    found = dict(played)
+    for method in set(methods.names()) - set(played):
+        with suppress(AnycostError):  # other settings, another table; or damaged
+            found[method] = _runs_of(there, config, method, seeds, enough)
+    order = dict.fromkeys((*methods.names(), *played))
+    return {method: found[method] for method in order if found.get(method)}
+
+
+def _note_the_idle(runs: Runs) -> None:
     """Which runs learnt nothing, and why."""
     for method, of_method in runs.items():
         for why in filter(None, (nothing_learnt(records) for _, records in of_method)):
             note(f"{method}: {why}")
 
 
-def _write(
-    stem: Path,
-    rows: Sequence[Row],
-    runs: Mapping[str, Sequence[tuple[Config, Records]]],
-    cells: Sequence[Sequence[str]],
-) -> None:
+def _write(stem: Path, rows: Sequence[Row], runs: Runs, cells: Sequence[Sequence[str]]) -> None:
     """The table, its figures unrounded, the curves and their picture."""
     first = {method: list(of[0][1]) for method, of in runs.items()}
     with writing_to(stem.parent, AGAIN):
