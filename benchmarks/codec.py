@@ -87,7 +87,7 @@ def baseline(name: str, update: Update, beta: float, repeat: int) -> Row:
     shapes = {n: tuple(tensor.shape) for n, tensor in update.items()}
     upload = methods.Upload(beta, seed=0, binding=b"benchmark")
     payload, encode_s = timed(lambda: method.encode(update, upload), repeat)
-    decoded, decode_s = timed(lambda: method.decode(payload, shapes, upload.binding), repeat)
+    decoded, decode_s = timed(lambda: method.decode(payload, shapes, upload), repeat)
     return Row(name, len(payload), *likeness(update, decoded.values), encode_s, decode_s)
 
 

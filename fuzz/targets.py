@@ -58,7 +58,7 @@ SLOW = {  # how many times fewer cases these get
 Dice = random.Random
 
 
-class Found(Exception):  # noqa: N818 - reads as what happened
+class FoundError(Exception):
     """An input that a parser does not survive."""
 
 
@@ -76,7 +76,7 @@ class Target:
         try:
             return self.outcome(spoilt)
         except BaseException as error:
-            raise Found(repr(spoilt)[:4000]) from error
+            raise FoundError(repr(spoilt)[:4000]) from error
 
 
 TEXT_BITS = (
@@ -140,7 +140,7 @@ def method_target(name: str) -> Target:
 
     def outcome(payload: bytes) -> str:
         try:
-            update = method.decode(payload, PLAN, BINDING)
+            update = method.decode(payload, PLAN, Upload(1.0, 0, BINDING))
         except PayloadError as error:
             return str(error)
         for key, shape in PLAN.items():

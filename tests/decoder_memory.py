@@ -42,7 +42,7 @@ def peak_bytes(method: methods.Method, payload: bytes) -> tuple[int, bool]:
     Path("/proc/self/clear_refs").write_text("5")  # forget the highest so far
     before = _status("VmRSS")
     try:
-        update = method.decode(payload, PLAN, BINDING)
+        update = method.decode(payload, PLAN, Upload(1.0, 0, BINDING))
     except PayloadError:
         return _status("VmHWM") - before, False
     del update
@@ -114,7 +114,9 @@ def main() -> None:
     torch.set_num_threads(1)
     method, codec = methods.load(sys.argv[1]), sys.argv[2]
     warm = {n: torch.ones(s) for n, s in SMALL.items()}
-    method.decode(method.encode(warm, Upload(0.5, 0, BINDING, codec=codec)), SMALL, BINDING)
+    method.decode(
+        method.encode(warm, Upload(0.5, 0, BINDING, codec=codec)), SMALL, Upload(0.5, 0, BINDING)
+    )
     for name, payload in payloads(method, codec):
         rise, taken = peak_bytes(method, payload)
         sys.stdout.write(json.dumps({"case": name, "bytes": rise, "taken": taken}) + "\n")

@@ -14,7 +14,7 @@ from anycostfl.codec import byte_budget, compress, decompress, kernelplus
 from anycostfl.codec.arrays import Integers
 from anycostfl.codec.context import MAX_BITS, Source, Writer, likelihoods
 from anycostfl.codec.frame import OVERHEAD, bond, seal
-from anycostfl.errors import PayloadError, UnknownName
+from anycostfl.errors import PayloadError, UnknownNameError
 from mutations import PLAN, spoil, survives, valid_payloads
 from shannon import entropy_bytes
 
@@ -170,7 +170,9 @@ def test_kernel_plus_of_zeros_is_empty_and_unknown_codecs_are_named() -> None:
     payload = compress(update, 0.1, seed=0, codec="kernel+")
     assert len(payload) == OVERHEAD
     assert not decompress(payload, SHAPES).masks["fc.weight"].any()
-    with pytest.raises(UnknownName, match=r"no codec 'zip'; there are kernel, kernel\+, lowrank"):
+    with pytest.raises(
+        UnknownNameError, match=r"no codec 'zip'; there are kernel, kernel\+, lowrank"
+    ):
         compress(update, 0.1, seed=0, codec="zip")
 
 

@@ -99,10 +99,11 @@ def test_critical_section_of_a_later_minor_version_is_refused(payload: bytes) ->
 def test_a_format_without_sections_is_read_in_its_own_version_only(method: str, codec: str) -> None:
     update = {name: torch.ones(shape) for name, shape in SHAPES.items()}
     chosen = methods.load(method)
-    payload = chosen.encode(update, methods.Upload(1.0, 0, b"plan", codec=codec))
-    chosen.decode(payload, SHAPES, b"plan")
+    issued = methods.Upload(1.0, 0, b"plan", codec=codec)
+    payload = chosen.encode(update, issued)
+    chosen.decode(payload, SHAPES, issued)
     with pytest.raises(PayloadError, match=r"of format 1\.1; this program reads 1\.0"):
-        chosen.decode(as_minor(payload, 1), SHAPES, b"plan")
+        chosen.decode(as_minor(payload, 1), SHAPES, issued)
 
 
 def test_a_payload_ends_where_its_length_field_does(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -16,8 +16,8 @@ from typer.testing import CliRunner
 from anycostfl import methods
 from anycostfl.cli import build_app
 from anycostfl.compare import (
-    CannotCompare,
     Case,
+    CompareError,
     Cost,
     Records,
     Series,
@@ -39,7 +39,7 @@ from anycostfl.compare import (
 )
 from anycostfl.config import preset_names
 from anycostfl.errors import AnycostError
-from anycostfl.files import InUse, only_one
+from anycostfl.files import InUseError, only_one
 from anycostfl.records import read_journal
 from anycostfl.types import DeviceRecord, RoundRecord
 from small_runs import small_config, small_overrides
@@ -148,9 +148,9 @@ def test_a_run_goes_on_only_as_it_began(tmp_path: Path) -> None:
     series = Series(tmp_path / "all", 1, nobody)
     series.advance(make_case(config, "anycostfl", 0.05, 0), lasted(1))
     changed = replace(config, training=replace(config.training, batch=7))
-    with pytest.raises(CannotCompare, match="other settings"):
+    with pytest.raises(CompareError, match="other settings"):
         series.advance(make_case(changed, "anycostfl", 0.05, 0), lasted(2))
-    with pytest.raises(CannotCompare, match="other settings"):  # though it is enough
+    with pytest.raises(CompareError, match="other settings"):  # though it is enough
         series.advance(make_case(changed, "anycostfl", 0.05, 0), lasted(1))
     longer = replace(config, run=replace(config.run, rounds=9, target_accuracy=0.3))
     assert len(series.advance(make_case(longer, "anycostfl", 0.05, 0), lasted(2))) == 2
@@ -245,7 +245,7 @@ def test_runs_that_went_on_for_longer_count_up_to_what_is_asked(tmp_path: Path) 
 def test_only_one_process_works_on_a_folder(tmp_path: Path) -> None:
     with (
         only_one(tmp_path),
-        pytest.raises(InUse, match=str(os.getpid())),
+        pytest.raises(InUseError, match=str(os.getpid())),
         only_one(tmp_path),
     ):
         pass

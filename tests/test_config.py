@@ -11,7 +11,7 @@ import pytest
 
 from anycostfl import config, models
 from anycostfl.codec.frame import OVERHEAD
-from anycostfl.errors import ConfigError, UnknownName
+from anycostfl.errors import ConfigError, UnknownNameError
 from anycostfl.types import Limits, Workload, make_devices
 
 PAPER = {"cifar10-iid", "cifar10-noniid", "fmnist-iid", "fmnist-noniid"}
@@ -128,9 +128,9 @@ def test_bad_override_says_what_is_allowed(change: str, told: str) -> None:
 
 
 def test_unknown_names_list_the_known_ones() -> None:
-    with pytest.raises(UnknownName, match="did you mean 'fmnist-iid'"):
+    with pytest.raises(UnknownNameError, match="did you mean 'fmnist-iid'"):
         config.load_preset("fmnist")
-    with pytest.raises(UnknownName, match="jetson-nano, jetson-xavier-nx"):
+    with pytest.raises(UnknownNameError, match="jetson-nano, jetson-xavier-nx"):
         config.load_profile("toaster")
 
 
@@ -206,7 +206,7 @@ def test_a_preset_with_a_base_says_only_what_differs(tmp_path: Path) -> None:
 def test_an_unknown_base_is_named(tmp_path: Path) -> None:
     file = tmp_path / "mine.toml"
     file.write_text('base = "fmnist-id"\n')
-    with pytest.raises(UnknownName, match="no preset 'fmnist-id'; did you mean 'fmnist-iid'"):
+    with pytest.raises(UnknownNameError, match="no preset 'fmnist-id'; did you mean 'fmnist-iid'"):
         config.load_preset(str(file))
 
 
@@ -251,7 +251,7 @@ def test_files_that_a_preset_names_lie_beside_it_or_where_the_command_runs(
     (here / "images").mkdir()
     assert config.load_preset("demo", ["data.path=images"]).data.path == str(here / "images")
     assert config.load_preset("demo", ["data.path=elsewhere"]).data.path == "elsewhere"
-    with pytest.raises(UnknownName, match=f"there is no file board.toml in {here}"):
+    with pytest.raises(UnknownNameError, match=f"there is no file board.toml in {here}"):
         config.load_profile("board.toml")
 
 
@@ -303,5 +303,5 @@ def test_bases_in_a_circle_and_missing_files_are_named(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="goes round in a circle"):
         config.load_preset(str(tmp_path / "a.toml"))
     (tmp_path / "b.toml").unlink()
-    with pytest.raises(UnknownName, match=r"there is no file .*b\.toml"):
+    with pytest.raises(UnknownNameError, match=r"there is no file .*b\.toml"):
         config.load_preset(str(tmp_path / "a.toml"))

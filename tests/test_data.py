@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from anycostfl import data
-from anycostfl.errors import ConfigError, UnknownName
+from anycostfl.errors import ConfigError, UnknownNameError
 
 
 def test_the_embedded_part_is_balanced_and_normalised() -> None:
@@ -182,7 +182,7 @@ def test_a_folder_that_is_named_is_the_only_one_looked_in(
         (full / f"{name}-labels-idx1-ubyte.gz").write_bytes(idx((2,), bytes(2)))
     monkeypatch.setenv("ANYCOSTFL_DATA", str(full))
     assert len(data.load("fashion-mnist").train_labels) == 2
-    with pytest.raises(data.DataMissing, match="is not in /no/such/folder"):
+    with pytest.raises(data.DataMissingError, match="is not in /no/such/folder"):
         data.load("fashion-mnist", "/no/such/folder")
     with pytest.raises(ConfigError, match="embedded needs none"):
         data.load("embedded", str(full))
@@ -216,11 +216,11 @@ def test_what_is_missing_says_how_to_get_it(
 ) -> None:
     monkeypatch.setattr(data, "FASHION_MNIST_PLACES", (str(tmp_path),))
     monkeypatch.delenv("ANYCOSTFL_DATA", raising=False)
-    with pytest.raises(data.DataMissing, match=r"dataset-fashion-mnist.*data.path"):
+    with pytest.raises(data.DataMissingError, match=r"dataset-fashion-mnist.*data.path"):
         data.load("fashion-mnist")
-    with pytest.raises(data.DataMissing, match="parquet"):
+    with pytest.raises(data.DataMissingError, match="parquet"):
         data.load("cifar10")
-    with pytest.raises(UnknownName, match="embedded, fashion-mnist, cifar10"):
+    with pytest.raises(UnknownNameError, match="embedded, fashion-mnist, cifar10"):
         data.load("imagenet")
 
 

@@ -30,7 +30,13 @@ from anycostfl.config import load_preset, to_toml
 from anycostfl.coupling import tensors_of
 from anycostfl.data import load
 from anycostfl.elastic_file import METADATA, ElasticFileError
-from anycostfl.errors import AlphaError, AnycostError, ConfigError, InfeasibleBudget, MissingExtra
+from anycostfl.errors import (
+    AlphaError,
+    AnycostError,
+    ConfigError,
+    InfeasibleBudgetError,
+    MissingExtraError,
+)
 from anycostfl.export import (
     FORMATS,
     ExportError,
@@ -306,7 +312,9 @@ def test_fit_takes_a_width_that_is_fast_enough(cnn_run: Path) -> None:
 
 def test_what_does_not_fit_says_the_least_that_would(cnn_run: Path) -> None:
     trained = open_trained(cnn_run)
-    with pytest.raises(InfeasibleBudget, match=r"1 kB: the narrowest .* takes [\d.]+ kB") as told:
+    with pytest.raises(
+        InfeasibleBudgetError, match=r"1 kB: the narrowest .* takes [\d.]+ kB"
+    ) as told:
         widest(trained, parse_limit("1kB"), "safetensors")
     least = re.findall(r"takes ([\d.]+ kB)", str(told.value))[0]
     assert widest(trained, parse_limit(least), "safetensors").alpha < 0.01
@@ -424,7 +432,7 @@ def test_missing_extras_say_what_to_install(
     sub = cut(trained, 0.5)
     for package in ("onnxruntime", "onnxscript"):
         monkeypatch.setitem(sys.modules, package, None)
-        with pytest.raises(MissingExtra, match=r"pip install 'anycostfl\[export\]'"):
+        with pytest.raises(MissingExtraError, match=r"pip install 'anycostfl\[export\]'"):
             write(trained, sub, tmp_path / "cnn.onnx", "onnx")
     assert list(tmp_path.iterdir()) == []
     write(trained, sub, tmp_path / "cnn.safetensors", "safetensors")  # needs no extra

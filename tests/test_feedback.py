@@ -71,9 +71,13 @@ def added(one: State, other: State, sign: float = 1.0) -> State:
     return {n: t + sign * other[n] for n, t in one.items()}
 
 
-def decoded(method: Method, payload: bytes, plan: WidthPlan) -> State:
+def decoded(method: Method, payload: bytes, plan: WidthPlan, seed: int) -> State:
     shapes = {n: plan.shapes[n] for n in parameters()}
-    return dict(net().scatter(method.decode(payload, shapes, b"plan").values, plan).values)
+    return dict(
+        net()
+        .scatter(method.decode(payload, shapes, Upload(0.04, seed, b"plan")).values, plan)
+        .values
+    )
 
 
 @pytest.mark.parametrize(("name", "codec"), KINDS)
@@ -90,8 +94,8 @@ def test_what_was_decoded_approaches_what_was_learnt(
         update, how = learnt(number, plan), upload(codec, number)
         payload, residual = encode_with_feedback(method, update, how, residual, plan)
         true = added(true, dict(net().scatter(update, plan).values))
-        sent = added(sent, decoded(method, payload, plan))
-        alone = added(alone, decoded(method, method.encode(update, how), plan))
+        sent = added(sent, decoded(method, payload, plan, how.seed))
+        alone = added(alone, decoded(method, method.encode(update, how), plan, how.seed))
         left.append(norm(residual))
         assert norm(added(added(sent, residual), true, -1.0)) <= 1e-4 * norm(true)
     assert left[-1] <= 1.5 * max(left[: rounds // 2])  # bounded, while what was learnt grows
@@ -112,7 +116,7 @@ def test_residual_follows_the_channels() -> None:
             method, update, upload("kernel", number), residual, plan
         )
         true = added(true, dict(net().scatter(update, plan).values))
-        sent = added(sent, decoded(method, payload, plan))
+        sent = added(sent, decoded(method, payload, plan, number))
     assert norm(added(added(sent, residual), true, -1.0)) <= 1e-5 * norm(true)
 
 
@@ -124,9 +128,9 @@ def test_permuted_inputs_give_a_permuted_payload_and_residual() -> None:
     payload, left = encode_with_feedback(method, update, upload("kernel", 0), residual, plan)
     moved = (net().permute(state, order) for state in (update, residual))
     other, moved_left = encode_with_feedback(method, next(moved), upload("", 0), next(moved), plan)
-    expected = net().permute(decoded(method, payload, plan), order)
+    expected = net().permute(decoded(method, payload, plan, 0), order)
     nearly = 0.1 * norm(expected)
-    assert norm(added(decoded(method, other, plan), expected, -1.0)) < nearly
+    assert norm(added(decoded(method, other, plan, 0), expected, -1.0)) < nearly
     assert norm(added(net().permute(left, order), moved_left, -1.0)) < nearly
 
 

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from anycostfl import config, fleet, planner
-from anycostfl.errors import ConfigError, UnknownName
+from anycostfl.errors import ConfigError, UnknownNameError
 from anycostfl.types import FleetSpec
 
 SPEC = config.load_preset("fmnist-iid").fleet
@@ -125,7 +125,7 @@ def test_fleet_of_real_devices_takes_them_in_turn() -> None:
     spec = replace(SPEC, profiles=names)
     drawn = fleet.draw_hardware(spec, seed=0, profiles=profiles)
     assert drawn["frequency_max_hz"][:3] == pytest.approx([9.216e8, 1.5e9, 9.216e8])
-    with pytest.raises(UnknownName, match="'raspberry-pi-4'; there are jetson-nano"):
+    with pytest.raises(UnknownNameError, match="'raspberry-pi-4'; there are jetson-nano"):
         fleet.draw_hardware(spec, seed=0, profiles={"jetson-nano": profiles["jetson-nano"]})
 
 

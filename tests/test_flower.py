@@ -26,8 +26,8 @@ from anycostfl.errors import AnycostError, ConfigError
 from anycostfl.experiment import prepare, settle
 from anycostfl.flower import messages, roster, server
 from anycostfl.flower.messages import MessageError
-from anycostfl.flower.numbers import NotYet, Numbers, Taken, note_nodes
-from anycostfl.flower.roster import NotEnoughDevices, Terms
+from anycostfl.flower.numbers import NotReadyError, Numbers, NumberTakenError, note_nodes
+from anycostfl.flower.roster import NotEnoughDevicesError, Terms
 from anycostfl.flower.strategy import AnycostStrategy
 from anycostfl.records import read_journal
 from anycostfl.rounds import DUPLICATE, Outcome
@@ -557,14 +557,14 @@ def test_too_few_replies_change_nothing_and_are_recorded(tmp_path: Path) -> None
 
 def test_a_fleet_that_never_comes_is_not_waited_for(tmp_path: Path) -> None:
     config = config_of(tmp_path)
-    with pytest.raises(NotEnoughDevices, match="0 devices are ready"):
+    with pytest.raises(NotEnoughDevicesError, match="0 devices are ready"):
         list(server.play(config, LocalGrid(0), Terms(wait_for=1, patience_s=0.5)))
 
 
 def test_whoever_is_here_and_cannot_take_part_is_not_asked_to_start(tmp_path: Path) -> None:
     config = config_of(tmp_path, "fleet.devices=2", "fleet.cohort=2")
     told = r"2 devices are ready.*1 more are here but cannot: .*2"
-    with pytest.raises(NotEnoughDevices, match=told):
+    with pytest.raises(NotEnoughDevicesError, match=told):
         list(server.play(config, LocalGrid(3), Terms(wait_for=3, patience_s=5)))
 
 
@@ -621,7 +621,9 @@ def test_a_key_keeps_its_number_for_the_life_of_a_run(tmp_path: Path) -> None:
     grid.online = {moved["key-0"], moved["key-1"], moved["key-4"]}
     assert taking_part(grid, replace(QUICK, wait_for=2)) == [0, 1]
     told = [m.content for d, m in grid.sent if "refusal" in m.content and d == 2]
-    with pytest.raises(messages.Unwelcome, match="key key-4 is device 4 in this run, not 2"):
+    with pytest.raises(
+        messages.DeviceRejectedError, match="key key-4 is device 4 in this run, not 2"
+    ):
         messages.read_ask(told[0])
 
 
@@ -631,9 +633,9 @@ def test_a_number_has_one_key_and_a_node_without_a_key_none(tmp_path: Path) -> N
     note_nodes(tmp_path, {"pi": 7, "nano": 8})
     Numbers(tmp_path).claim(7, 0)
     Numbers(tmp_path).claim(7, 0)
-    with pytest.raises(Taken, match="device 0 is key pi in this run, not nano"):
+    with pytest.raises(NumberTakenError, match="device 0 is key pi in this run, not nano"):
         Numbers(tmp_path).claim(8, 0)
-    with pytest.raises(NotYet):
+    with pytest.raises(NotReadyError):
         Numbers(tmp_path).claim(9, 1)
     (tmp_path / "devices.json").write_text("[")
     with pytest.raises(AnycostError, match="is damaged"):
@@ -687,7 +689,7 @@ def test_a_fleet_of_benched_devices_is_not_enough(tmp_path: Path) -> None:
     def tamper(_device: int, sent: Message, reply: Message) -> Message | None:
         return liars(4, sent, reply)
 
-    with pytest.raises(NotEnoughDevices, match="5 of them benched"):
+    with pytest.raises(NotEnoughDevicesError, match="5 of them benched"):
         over_flower(config, tamper, replace(QUICK, patience_s=2.0))
     assert device_statuses(config, tamper) == {"refused"}
 

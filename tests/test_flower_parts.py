@@ -799,7 +799,7 @@ def test_a_line_that_breaks_in_a_greeting_is_not_taken_for_a_wrong_server(tmp_pa
         threading.Thread(target=slam, daemon=True).start()
         server = f"127.0.0.1:{door.getsockname()[1]}"
         address = Address(server, folder.authority, folder.device("pi"), patience_s=1.0)
-        with node._client(address, key) as client, pytest.raises(node.Unreachable):
+        with node._client(address, key) as client, pytest.raises(node.UnreachableError):
             node.Line(address, client).enter(key.public_key())
 
 
@@ -832,5 +832,5 @@ def test_a_device_that_waited_long_for_its_server_is_not_put_off_by_the_first_re
     assert clock[0] > node.REFUSED_S
     assert sum("cannot be reached" in text for text in said) == 1  # not once for every try
     answers = iter(["refused"] * 1000)
-    with pytest.raises(node.Refused, match="refuses this device"):
+    with pytest.raises(node.RefusedError, match="refuses this device"):
         line.enter(key)

@@ -19,13 +19,14 @@ from anycostfl.codec.flat import flatten
 from anycostfl.codec.frame import bond
 from anycostfl.codec.sparse import Layout, Ranked, Sparse, draw, fill, pack_sparse, unpack_sparse
 from anycostfl.config import load_preset
-from anycostfl.errors import PayloadError, UnknownName
+from anycostfl.errors import PayloadError, UnknownNameError
 from anycostfl.fleet import draw_cohort
 from anycostfl.methods import Upload, fedhq, heterofl, qsgd, stc, uveqfed
 from anycostfl.types import Binds
 
 SHAPES = {"a.weight": (24, 10, 5, 5), "a.bias": (24,), "b.weight": (50, 96)}
 TIE = bond(b"plan", SHAPES)
+ISSUED = Upload(1.0, 7, b"plan")
 
 
 def update(seed: int = 0) -> dict[str, Tensor]:
@@ -64,7 +65,7 @@ BY_SAMPLES = {"fedavg", "fedhq", "qsgd", "uveqfed"}
 def test_what_is_not_sent_counts_as_zero_but_for_all_in_one_aggregation(name: str) -> None:
     method, beta = methods.load(name), 1.0 if name in ("fedavg", "anycostfl/without-fgc") else 0.03
     payload = method.encode(update(), Upload(beta, 7, b"plan", codec=method.codec))
-    decoded = method.decode(payload, SHAPES, b"plan")
+    decoded = method.decode(payload, SHAPES, ISSUED)
     everywhere = all(bool(mask.all()) for mask in decoded.masks.values())
     dense = beta == 1.0 or method.codec == "lowrank"  # every element is sent
     assert everywhere == (dense or name in UNMASKED)
@@ -86,7 +87,7 @@ def test_payloads_fill_the_budget_and_never_exceed_it(name: str, beta: float) ->
     budget = byte_budget(beta, vector(given_).size)
     payload = method.encode(given_, Upload(beta, 7, b"plan", codec=method.codec))
     assert 0.9 * budget <= len(payload) <= budget
-    decoded = method.decode(payload, SHAPES, b"plan")
+    decoded = method.decode(payload, SHAPES, ISSUED)
     wanted = vector(given_)
     assert np.linalg.norm(vector(decoded.values) - wanted) < np.linalg.norm(wanted)
     assert list(decoded.values) == list(SHAPES)
@@ -99,7 +100,7 @@ def test_what_is_encoded_can_be_decoded_up_to_the_largest_float(name: str) -> No
     method, largest = methods.load(name), float(np.finfo(np.float32).max)
     ends = {n: torch.where(u > 0, largest, -0.9 * largest) for n, u in update().items()}
     payload = method.encode(ends, Upload(1.0 if name == "fedavg" else 0.1, 7, b"plan"))
-    assert np.isfinite(vector(method.decode(payload, SHAPES, b"plan").values)).all()
+    assert np.isfinite(vector(method.decode(payload, SHAPES, ISSUED).values)).all()
 
 
 @pytest.mark.parametrize("name", methods.names())
@@ -107,7 +108,7 @@ def test_zeros_survive(name: str) -> None:
     method = methods.load(name)
     nothing = {n: torch.zeros(s) for n, s in SHAPES.items()}
     payload = method.encode(nothing, Upload(1.0, 7, b"plan"))
-    assert not vector(method.decode(payload, SHAPES, b"plan").values).any()
+    assert not vector(method.decode(payload, SHAPES, ISSUED).values).any()
 
 
 @pytest.mark.parametrize("name", methods.names())
@@ -115,7 +116,7 @@ def test_a_payload_of_another_plan_is_refused(name: str) -> None:
     method = methods.load(name)
     payload = method.encode(update(), Upload(1.0, 7, b"plan"))
     with pytest.raises(PayloadError, match="bound to another"):
-        method.decode(payload, SHAPES, b"another plan")
+        method.decode(payload, SHAPES, Upload(1.0, 7, b"another plan"))
 
 
 @settings(max_examples=60)
@@ -128,7 +129,7 @@ def test_damaged_payloads_are_refused(data: st.DataObject, name: str) -> None:
         payload[:at] + bytes([payload[at] ^ data.draw(st.integers(1, 255))]) + payload[at + 1 :]
     )
     with pytest.raises(PayloadError):
-        method.decode(damaged, SHAPES, b"plan")
+        method.decode(damaged, SHAPES, ISSUED)
 
 
 @pytest.mark.filterwarnings("error")
@@ -157,7 +158,7 @@ def test_anycostfl_plus_keeps_to_the_least_upload() -> None:
 
 
 def test_an_unknown_method_is_named() -> None:
-    with pytest.raises(UnknownName, match="stc"):
+    with pytest.raises(UnknownNameError, match="stc"):
         methods.load("sct")
 
 
@@ -256,7 +257,7 @@ def test_stc_by_hand() -> None:
 
 def test_stc_sends_one_magnitude_a_tensor_and_has_feedback() -> None:
     payload = stc.encode(update(), Upload(1 / 40, 7, b"plan"))
-    sent = stc.decode(payload, SHAPES, b"plan").values
+    sent = stc.decode(payload, SHAPES, ISSUED).values
     for name, tensor in sent.items():
         assert len(torch.unique(tensor.abs())) <= 2, name  # 0 and μ
     assert len(np.unique(np.abs(vector(sent)))) == len(SHAPES) + 1
@@ -315,7 +316,7 @@ def test_uveqfed_sends_what_the_decoder_can_place() -> None:
     """Server and device draw the same dither: every pair comes back within its cell."""
     dense = torch.randn(300, 1000, generator=torch.Generator().manual_seed(0))
     payload = uveqfed.METHOD.encode({"w": dense}, Upload(0.3, 0, b"plan"))
-    got = uveqfed.METHOD.decode(payload, {"w": (300, 1000)}, b"plan").values["w"]
+    got = uveqfed.METHOD.decode(payload, {"w": (300, 1000)}, Upload(0.3, 0, b"plan")).values["w"]
     kept = got != 0
     assert kept.sum() > 2 * 2 * uveqfed.CHUNK  # more than one portion of the dither
     wanted, sent = dense[kept].double().numpy(), got[kept].double().numpy()
@@ -327,22 +328,22 @@ def test_uveqfed_sends_what_the_decoder_can_place() -> None:
 
 def test_one_huge_element_costs_uveqfed_a_coarser_step_and_no_more() -> None:
     flat = np.append(np.full(2_000_000, 1e-6), [1.0, -1.0]).astype(np.float32)
-    sparse = uveqfed.quantize(flat, Ranked(flat), flat.size, b"seed")
+    sparse = uveqfed.quantize(flat, Ranked(flat), flat.size, 1)
     assert sparse.scalars[0] == pytest.approx(1 / uveqfed.FURTHEST)
-    error = uveqfed.dequantize(sparse, b"seed") - flat
+    error = uveqfed.dequantize(sparse, 1) - flat
     assert np.abs(error).max() <= 1 / math.sqrt(3) / uveqfed.FURTHEST + 1e-6
 
 
 def test_the_dither_cancels() -> None:
     """The error is uniform over the cell, whatever the value: its mean 0, its size 5/72 each."""
     flat, pairs = np.full(40_000, 0.123, np.float32), 20_000
-    sparse = uveqfed.quantize(flat, Ranked(flat), flat.size, b"seed")
+    sparse = uveqfed.quantize(flat, Ranked(flat), flat.size, 1)
     scale = sparse.scalars[0]
-    error = (uveqfed.dequantize(sparse, b"seed") - flat).reshape(pairs, 2) / scale
+    error = (uveqfed.dequantize(sparse, 1) - flat).reshape(pairs, 2) / scale
     assert np.linalg.norm(error, axis=1).max() <= 1 / math.sqrt(3) + 1e-5  # the covering radius
     assert error.mean(0) == pytest.approx(0.0, abs=0.01)
     assert (error**2).mean() == pytest.approx(5 / 72, rel=0.03)  # the hexagon's second moment
-    wrong = uveqfed.dequantize(sparse, b"another seed") - flat
+    wrong = uveqfed.dequantize(sparse, 2) - flat
     assert (wrong**2).mean() > 1.5 * scale**2 * (error**2).mean()
 
 
@@ -367,7 +368,9 @@ def test_fedhq_draws_fractions_of_a_level_where_the_rate_pays_for_no_more() -> N
     for seed in range(300):
         payload = fedhq.encode(dense, Upload(1 / 40, seed, b""))
         assert 0.95 * size < len(payload) <= size
-        got = vector(fedhq.METHOD.decode(payload, {"w": (100, 100)}, b"").values)
+        got = vector(
+            fedhq.METHOD.decode(payload, {"w": (100, 100)}, Upload(1 / 40, seed, b"")).values
+        )
         assert np.abs(got).max() > vector(dense).max()
         total += got
     wanted = vector(dense)
@@ -399,7 +402,7 @@ def test_fedhqs_weights_know_its_quantizer() -> None:
     errors = np.empty(bits.size)
     for i, beta in enumerate(bits / 32):
         payload = fedhq.METHOD.encode(given_, Upload(beta, 3, b"plan"))
-        lost = vector(fedhq.METHOD.decode(payload, SHAPES, b"plan").values) - vector(given_)
+        lost = vector(fedhq.METHOD.decode(payload, SHAPES, ISSUED).values) - vector(given_)
         errors[i] = lost @ lost / (vector(given_) @ vector(given_))
     modelled = fedhq.ERROR / (np.exp2(bits) - 1) ** 2
     assert (modelled / errors).max() < 2.5

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from anycostfl import models
-from anycostfl.errors import UnknownName
+from anycostfl.errors import UnknownNameError
 
 PARAMETERS = {"cnn": 1_663_370, "vgg9": 3_491_530}
 
@@ -23,7 +23,7 @@ def test_parameter_count_is_the_papers(name: str, count: int) -> None:
 
 
 def test_unknown_name_lists_the_known_ones() -> None:
-    with pytest.raises(UnknownName, match="vgg9"):
+    with pytest.raises(UnknownNameError, match="vgg9"):
         models.load("vgg99")
 
 

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from anycostfl import cost
 from anycostfl.config import load_preset
-from anycostfl.errors import ConfigError, InfeasibleBudget
+from anycostfl.errors import ConfigError, InfeasibleBudgetError
 from anycostfl.fleet import draw_cohort
 from anycostfl.planner import (
     _positive_root,
@@ -259,7 +259,7 @@ def test_infeasible_device_sits_out_with_its_reason(
     assert (s.alpha[0], s.gain[0], s.energy_j[0], s.binds[0]) == (0.0, 0.0, 0.0, 0)
     costly = plan_strategies(one_device(**changes, overhead=0.1), CNN, PAPER)
     assert (costly.energy_j[0], costly.latency_s[0]) == (0.0, 0.0)  # nobody computes
-    with pytest.raises(InfeasibleBudget, match=str(reason)):
+    with pytest.raises(InfeasibleBudgetError, match=str(reason)):
         require_feasible(s, devices)
 
 

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from anycostfl import methods, models
-from anycostfl.errors import UnknownName
+from anycostfl.errors import UnknownNameError
 from anycostfl.registry import own_folders
 from small_runs import small_overrides
 
@@ -70,14 +70,14 @@ def test_what_is_wrong_with_a_file_is_said(
     (tmp_path / "own_method.py").write_text(text)
     monkeypatch.setattr(methods, "__path__", [*methods.__path__, str(tmp_path)])
     monkeypatch.delitem(sys.modules, "anycostfl.methods.own_method", raising=False)
-    with pytest.raises(UnknownName, match=words):
+    with pytest.raises(UnknownNameError, match=words):
         methods.load("own_method")
 
 
 def test_a_model_is_a_model_spec(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "own_model.py").write_text("MODEL = 3")
     monkeypatch.setattr(models, "__path__", [*models.__path__, str(tmp_path)])
-    with pytest.raises(UnknownName, match=r"own_model\.py: MODEL has to be a ModelSpec"):
+    with pytest.raises(UnknownNameError, match=r"own_model\.py: MODEL has to be a ModelSpec"):
         models.load("own_model")
 
 
@@ -100,5 +100,7 @@ def told_of(model: str) -> str:
 
 def test_an_unknown_name_says_where_it_was_looked_for(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("ANYCOSTFL_PATH", "elsewhere")
-    with pytest.raises(UnknownName, match=r"no method 'half'; there are anycostfl, .*elsewhere"):
+    with pytest.raises(
+        UnknownNameError, match=r"no method 'half'; there are anycostfl, .*elsewhere"
+    ):
         methods.load("half")

@@ -44,7 +44,7 @@ from anycostfl.records import (
 )
 from anycostfl.report import LiveServer, gather, render, write_page
 from anycostfl.report.gather import Document, _rounded
-from anycostfl.report.live import PortTaken
+from anycostfl.report.live import PortInUseError
 from command_line import PROGRAM, program
 from planned_runs import planned_run
 
@@ -416,7 +416,7 @@ def test_the_server_serves_this_machine_and_no_files(server: LiveServer) -> None
 
 
 def test_a_vanished_run_is_said_and_a_taken_port_too(server: LiveServer, tmp_path: Path) -> None:
-    with pytest.raises(PortTaken, match="choose another --port"):
+    with pytest.raises(PortInUseError, match="choose another --port"):
         LiveServer([tmp_path / "run"], int(server.server_address[1]))
     with pytest.raises(StorageError, match="holds no run"):
         LiveServer([tmp_path / "nothing"], 0)

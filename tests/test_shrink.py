@@ -18,10 +18,10 @@ from anycostfl import (
     AlphaError,
     CalibrationError,
     ElasticModel,
-    NotShrinkable,
-    ShapeMismatch,
+    NotShrinkableError,
+    ShapeMismatchError,
     TraceError,
-    UnknownName,
+    UnknownNameError,
     models,
     recalibrate,
 )
@@ -416,12 +416,12 @@ def test_a_missing_example_is_refused() -> None:
 def test_a_model_without_free_channels_only_has_alpha_one() -> None:
     net = ElasticModel(nn.Linear(4, 3), torch.randn(2, 4))
     assert net.shrink(1.0).plan.flops_ratio == 1
-    with pytest.raises(NotShrinkable, match="is an output of the model"):
+    with pytest.raises(NotShrinkableError, match="is an output of the model"):
         net.shrink(0.5)
 
 
 def test_an_unknown_rule_is_refused() -> None:
-    with pytest.raises(UnknownName, match="sqrt, fast, even"):
+    with pytest.raises(UnknownNameError, match="sqrt, fast, even"):
         ElasticModel(nn.Linear(4, 3), torch.randn(2, 4), rule="cubic")
 
 
@@ -434,16 +434,16 @@ def test_a_state_that_does_not_fit_is_refused_whole(cnn: ElasticModel) -> None:
     problems = r"fc1.bias is missing.*extra is not part.*fc2.bias has shape \(3,\) instead"
     order = cnn.sort_channels()
     sorted_state = {n: t.clone() for n, t in tensors_of(cnn.module).items()}
-    with pytest.raises(ShapeMismatch, match=problems):
+    with pytest.raises(ShapeMismatchError, match=problems):
         cnn.load(state)
-    with pytest.raises(ShapeMismatch, match=problems):
+    with pytest.raises(ShapeMismatchError, match=problems):
         cnn.permute(state, order)
     assert all(torch.equal(t, sorted_state[n]) for n, t in tensors_of(cnn.module).items())
 
 
 def test_an_update_of_another_width_is_refused(cnn: ElasticModel) -> None:
     other = {n: torch.zeros(cnn.plan(0.5).shapes[n]) for n, _ in cnn.module.named_parameters()}
-    with pytest.raises(ShapeMismatch, match=r"conv1\.weight has shape"):
+    with pytest.raises(ShapeMismatchError, match=r"conv1\.weight has shape"):
         cnn.scatter(other, cnn.plan(0.25))
 
 
@@ -470,7 +470,7 @@ def test_a_model_that_cannot_be_copied_is_pinned_not_broken() -> None:
             return result
 
     net = ElasticModel(Uncopyable(), torch.randn(2, 4))
-    with pytest.raises(NotShrinkable, match="holds a socket"):
+    with pytest.raises(NotShrinkableError, match="holds a socket"):
         net.shrink(0.5)
 
 

@@ -17,13 +17,13 @@ from anycostfl import methods
 from anycostfl.config import load_preset, to_toml
 from anycostfl.errors import AnycostError, ConfigError
 from anycostfl.experiment import prepare, settle
-from anycostfl.files import InUse
+from anycostfl.files import InUseError
 from anycostfl.records import RunWriter, read_run
 from anycostfl.runs import Turn, begin, check_engine, keep, take_up
 from anycostfl.server import Server
 from anycostfl.simulate import play, run
 from anycostfl.types import RoundRecord
-from anycostfl.workers import DeviceSide, Job, NotShared, Purpose, Reply, cores, draw_seed
+from anycostfl.workers import DeviceSide, Job, Purpose, Reply, SharedMemoryError, cores, draw_seed
 from small_runs import small_config, small_overrides
 
 
@@ -75,7 +75,7 @@ def test_of_two_who_take_up_a_run_one_goes_on(tmp_path: Path) -> None:
     folder = RunWriter.create(tmp_path / "run", to_toml(config)).folder
     one, other = take_up(folder), take_up(folder)
     played = list(keep(play(config), config, one.writer))
-    with pytest.raises(InUse, match="went on with"):
+    with pytest.raises(InUseError, match="went on with"):
         next(keep(play(config), config, other.writer))
     assert [turn.record for turn in played] == list(read_run(folder).records)
 
@@ -116,7 +116,7 @@ def test_without_room_for_shared_data_nothing_begins(
         raise RuntimeError("unable to allocate shared memory(shm): No space left on device (28)")
 
     monkeypatch.setattr(torch.Tensor, "share_memory_", full)
-    with pytest.raises(NotShared, match=r"docker run --shm-size=1g\), or use --workers 1"):
+    with pytest.raises(SharedMemoryError, match=r"docker run --shm-size=1g\), or use --workers 1"):
         play(small_config(tmp_path), workers=2)
     play(small_config(tmp_path), workers=1)
 
@@ -177,7 +177,7 @@ def test_a_run_that_goes_on_elsewhere_is_left_alone(tmp_path: Path) -> None:
     writer = RunWriter.create(tmp_path / "run", to_toml(config))
     turns = keep(play(config), config, writer)
     next(turns)
-    with pytest.raises(InUse, match="working on"):
+    with pytest.raises(InUseError, match="working on"):
         take_up(writer.folder)
     turns.close()
     assert len(take_up(writer.folder).records) == 1

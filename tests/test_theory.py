@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from anycostfl import theory
 from anycostfl.aggregate import optimal_weights
-from anycostfl.errors import ConfigError, UnknownName
+from anycostfl.errors import ConfigError, UnknownNameError
 
 ROOT = Path(__file__).parents[1]
 share = st.floats(0.0, 1.0)
@@ -165,7 +165,7 @@ def test_measured_errors_are_the_means_of_the_published_table(codec: str) -> Non
 
 
 def test_a_codec_without_a_measured_quality_is_named() -> None:
-    with pytest.raises(UnknownName, match="no codec 'lowrnak'"):
+    with pytest.raises(UnknownNameError, match="no codec 'lowrnak'"):
         theory.quality("lowrnak", 0.1)
 
 

@@ -33,13 +33,13 @@ SLACK = 1 + 1e-6  # a budget that is used up is not exceeded
 TRIAL = 30  # rounds after which a learning rate is judged, if nothing else is said
 
 
-class CannotCompare(AnycostError):  # noqa: N818 - reads as what happened
+class CompareError(AnycostError):
     """Runs that do not belong together."""
 
 
-def nothing_in(folder: Path) -> CannotCompare:
+def nothing_in(folder: Path) -> CompareError:
     """That there is nothing to show."""
-    return CannotCompare(f"{folder} holds no run of this; without --show they are played")
+    return CompareError(f"{folder} holds no run of this; without --show they are played")
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,7 +156,7 @@ def _check_same(case: Case, home: Path) -> None:
     """A run counts only as the experiment it began as, though perhaps with another end."""
     check_files(home, case.config)
     if identity(parse_config(read_config(home), str(home))) != identity(case.config):
-        raise CannotCompare(
+        raise CompareError(
             f"{case.name} was begun with other settings; choose another --out, or remove it"
         )
 

@@ -28,7 +28,7 @@ from anycostfl.bench import Gate
 from anycostfl.checks import Count, Interval, OneOf, Positive, check_fields, rule_problems
 from anycostfl.codec import CODECS
 from anycostfl.codec.frame import OVERHEAD
-from anycostfl.errors import ConfigError, UnknownName
+from anycostfl.errors import ConfigError, UnknownNameError
 from anycostfl.registry import meant
 from anycostfl.shrink import ElasticModel
 from anycostfl.types import Caps, Devices, FleetSpec, Limits, Profile, Strategies, Workload
@@ -151,7 +151,7 @@ class Config:
             try:
                 if not methods.load(name).takes_rate:
                     problems.append(f"rates.{name}: it plans its uploads itself, within [limits]")
-            except UnknownName as error:
+            except UnknownNameError as error:
                 problems.append(f"rates.{name}: {error}")
             if isinstance(rate, int | float) and not 0 < rate <= 1:
                 problems.append(f"rates.{name}: given {rate:g}, allowed above 0 and at most 1")
@@ -244,7 +244,7 @@ def _unknown_names(table: Mapping[str, Any]) -> list[str]:
         try:
             if isinstance(name, str):
                 load(name)
-        except UnknownName as error:
+        except UnknownNameError as error:
             problems.append(f"{section}.{key}: {error}")
     return problems
 
@@ -315,10 +315,10 @@ def _find(folder: str, name: str, what: str) -> Traversable:
     if name.endswith(".toml"):
         if not Path(name).is_file():
             where = "" if Path(name).is_absolute() else f" in {Path.cwd()}"
-            raise UnknownName(f"there is no file {name}{where}")
+            raise UnknownNameError(f"there is no file {name}{where}")
         return Path(name)
     known = ", ".join(_names(folder))
-    raise UnknownName(
+    raise UnknownNameError(
         f"no {what} {name!r}; {meant(name, _names(folder))}there are {known}, or give a .toml file"
     )
 

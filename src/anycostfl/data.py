@@ -27,7 +27,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from anycostfl.errors import ConfigError, MissingExtra, UnknownName
+from anycostfl.errors import ConfigError, MissingExtraError, UnknownNameError
 from anycostfl.types import Scale
 
 Images = npt.NDArray[np.uint8]  # (sample, height, width[, colour])
@@ -40,7 +40,7 @@ MOST = 2**31 - 1  # of a label
 LARGEST = 1e18  # of a pixel; its square is finite in single precision
 
 
-class DataMissing(UnknownName):
+class DataMissingError(UnknownNameError):
     """A dataset that is not on this machine; says how to get it."""
 
 
@@ -73,7 +73,9 @@ def load(name: str, path: str = "", scale: Scale | None = None) -> Dataset:
         parts = _read_npz(Path(name), tests=scale is None)
         return _dataset(Path(name).stem, *parts, scale)
     if name not in READERS:
-        raise UnknownName(f"no dataset {name!r}; there are {', '.join(READERS)}, or an .npz file")
+        raise UnknownNameError(
+            f"no dataset {name!r}; there are {', '.join(READERS)}, or an .npz file"
+        )
     return _dataset(name, *READERS[name](path), scale)
 
 
@@ -138,7 +140,7 @@ def _read_fashion_mnist(path: str) -> tuple[Part, Part]:
     for folder in _folders(path, FASHION_MNIST_PLACES, ("fashion-mnist",)):
         if (folder / "train-images-idx3-ubyte.gz").is_file():
             return _read_idx_folder(folder)
-    raise DataMissing(
+    raise DataMissingError(
         f"Fashion-MNIST is not {_there(path)}. Install Debian's package dataset-fashion-mnist, or "
         "put its four .gz files into a folder and name it with --set data.path=FOLDER or "
         "ANYCOSTFL_DATA. The embedded part needs nothing: --set data.name=embedded"
@@ -203,7 +205,7 @@ def _read_cifar10(path: str) -> tuple[Part, Part]:
         if (folder / "data_batch_1.bin").is_file():
             names = [f"data_batch_{i}.bin" for i in range(1, 6)]
             return _read_batches(folder, names), _read_batches(folder, ["test_batch.bin"])
-    raise DataMissing(
+    raise DataMissingError(
         f"CIFAR-10 is not {_there(path)}. Name a folder with the hub's train-*.parquet and "
         "test-*.parquet, or with the original data_batch_*.bin files, by "
         "--set data.path=FOLDER or ANYCOSTFL_DATA"
@@ -230,7 +232,7 @@ def _read_parquet(folder: Path, split: str) -> Part:
         import pyarrow.parquet as pq  # noqa: PLC0415 - an optional dependency
         from PIL import Image  # noqa: PLC0415 - likewise
     except ImportError as error:
-        raise MissingExtra("parquet files need: pip install 'anycostfl[data]'") from error
+        raise MissingExtraError("parquet files need: pip install 'anycostfl[data]'") from error
     images, labels = [], []
     for file in sorted(folder.glob(f"{split}-*.parquet")):
         try:
@@ -249,7 +251,7 @@ def _read_parquet(folder: Path, split: str) -> Part:
 def _read_npz(path: Path, *, tests: bool = True) -> tuple[Part, Part]:
     """Four arrays; where no tests are needed, two are enough."""
     if not path.is_file():
-        raise DataMissing(f"there is no file {path}")
+        raise DataMissingError(f"there is no file {path}")
     names = ("train_images", "train_labels", "test_images", "test_labels")
     try:
         with path.open("rb") as file, np.load(file, allow_pickle=False) as arrays:

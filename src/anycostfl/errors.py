@@ -17,11 +17,11 @@ class TraceError(AnycostError):
     """The model could not be run on its example input."""
 
 
-class NotShrinkable(AnycostError):  # noqa: N818 - reads as what happened
+class NotShrinkableError(AnycostError):
     """A narrower sub-model was asked of a model that has no free channel."""
 
 
-class ShapeMismatch(AnycostError, ValueError):  # noqa: N818 - reads as what happened
+class ShapeMismatchError(AnycostError, ValueError):
     """A state whose keys or shapes are not those of the model."""
 
 
@@ -43,19 +43,19 @@ class PayloadError(AnycostError, ValueError):
     cause = "malformed"
 
 
-class DamagedPayload(PayloadError):  # noqa: N818 - reads as what happened
+class DamagedPayloadError(PayloadError):
     """A payload that is not as long as it says, or not what its checksum is of."""
 
     cause = "damaged"
 
 
-class ForeignPayload(PayloadError):  # noqa: N818 - reads as what happened
+class ForeignPayloadError(PayloadError):
     """A payload of another run, round, device or plan: a mix-up, or a replay."""
 
     cause = "foreign"
 
 
-class UnknownName(AnycostError, LookupError):  # noqa: N818 - reads as what happened
+class UnknownNameError(AnycostError, LookupError):
     """A model, preset, method or profile that does not exist."""
 
 
@@ -69,9 +69,9 @@ class ConfigError(AnycostError, ValueError):
         super().__init__("\n  - ".join([f"{where}{count}", *self.problems]))
 
 
-class MissingExtra(AnycostError, ImportError):  # noqa: N818 - reads as what happened
+class MissingExtraError(AnycostError, ImportError):
     """A feature whose optional dependencies are not installed."""
 
 
-class InfeasibleBudget(AnycostError):  # noqa: N818 - reads as what happened
+class InfeasibleBudgetError(AnycostError):
     """A device that cannot afford even the smallest strategy; says the least that would do."""

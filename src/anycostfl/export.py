@@ -34,7 +34,13 @@ from anycostfl import data, methods, models
 from anycostfl.config import Config, parse_config
 from anycostfl.coupling import tensors_of
 from anycostfl.elastic_file import METADATA, save_elastic, save_tensors
-from anycostfl.errors import AlphaError, AnycostError, ConfigError, InfeasibleBudget, MissingExtra
+from anycostfl.errors import (
+    AlphaError,
+    AnycostError,
+    ConfigError,
+    InfeasibleBudgetError,
+    MissingExtraError,
+)
 from anycostfl.files import StorageError, refuse_special, write_whole
 from anycostfl.records import WIDTHS, SavedRun, read_run
 from anycostfl.shrink import ElasticModel, SubModel, calibration_batches, recalibrate
@@ -138,7 +144,7 @@ def describe(trained: Trained, sub: SubModel | None = None) -> dict[str, Any]:
     }
     if sub is not None:
         about |= {"alpha": sub.plan.alpha, "flops_ratio": sub.plan.flops_ratio}
-    with suppress(data.DataMissing):
+    with suppress(data.DataMissingError):
         dataset = _dataset(config.data.name, config.data.path)
         about |= {"mean": dataset.mean, "std": dataset.std}
     return about
@@ -163,7 +169,7 @@ def write_onnx(module: nn.Module, example: Tensor, path: Path, about: Mapping[st
     try:
         import onnxscript  # noqa: F401, PLC0415 - torch needs it
     except ImportError as error:
-        raise MissingExtra("ONNX files need: pip install 'anycostfl[export]'") from error
+        raise MissingExtraError("ONNX files need: pip install 'anycostfl[export]'") from error
     with _quiet():
         program = torch.onnx.export(
             module,
@@ -185,7 +191,9 @@ def open_onnx(path: Path) -> Any:
     try:
         import onnxruntime  # noqa: PLC0415 - an optional dependency
     except ImportError as error:
-        raise MissingExtra("running ONNX files needs: pip install 'anycostfl[export]'") from error
+        raise MissingExtraError(
+            "running ONNX files needs: pip install 'anycostfl[export]'"
+        ) from error
     options = onnxruntime.SessionOptions()
     options.intra_op_num_threads = options.inter_op_num_threads = 1
     return onnxruntime.InferenceSession(path, options, providers=["CPUExecutionProvider"])
@@ -450,7 +458,7 @@ def widest(trained: Trained, limit: Limit, format_name: str) -> Width:
     alphas = [least, *(i / 100 for i in range(1, 101) if i / 100 > least)]
     narrowest = found = probe(least)
     if limit.cost(narrowest) > limit.amount:
-        raise InfeasibleBudget(
+        raise InfeasibleBudgetError(
             f"nothing fits into {limit.amount:g} {limit.unit}: the narrowest sub-model (alpha = "
             f"{least:.4g}) takes {_up(limit.cost(narrowest))} {limit.unit}; allow at least that"
         )

@@ -47,7 +47,7 @@ def _encode(method: Method, update: State, upload: Upload) -> tuple[bytes, State
     """A payload, and what the server will read from it."""
     payload = method.encode(update, upload)
     shapes = {name: tuple(tensor.shape) for name, tensor in update.items()}
-    return payload, method.decode(payload, shapes, upload.binding).values
+    return payload, method.decode(payload, shapes, upload).values
 
 
 def _dot(one: State, other: State) -> float:

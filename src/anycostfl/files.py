@@ -26,7 +26,7 @@ class StorageError(AnycostError, OSError):
     """A run directory that cannot be written or read; says what is still intact."""
 
 
-class InUse(AnycostError):  # noqa: N818 - reads as what happened
+class InUseError(AnycostError):
     """A folder that another process works on."""
 
 
@@ -104,7 +104,7 @@ def only_one(
             if time.monotonic() > until:
                 lock.seek(0)
                 who = lock.read() or "another process"
-                raise InUse(f"{who} is working on {folder}; wait for it or stop it")
+                raise InUseError(f"{who} is working on {folder}; wait for it or stop it")
             time.sleep(0.1)
         with writing_to(folder, then):
             lock.truncate(0)

@@ -20,7 +20,7 @@ import numpy.typing as npt
 
 from anycostfl import cost
 from anycostfl.checks import POSITIVE, FloatArray
-from anycostfl.errors import ConfigError, UnknownName
+from anycostfl.errors import ConfigError, UnknownNameError
 from anycostfl.types import Devices, FleetSpec, Profile, make_devices
 
 ALIKE = ("flops_per_cycle", "frequency_min_hz", "frequency_max_hz", "power_w")  # where ε is drawn
@@ -210,5 +210,5 @@ def _around(mean: float, std: float) -> tuple[float, float]:
 def _known(name: str, profiles: Mapping[str, Profile]) -> Profile:
     if name not in profiles:
         known = ", ".join(sorted(profiles)) or "none loaded"
-        raise UnknownName(f"no device profile {name!r}; there are {known}")
+        raise UnknownNameError(f"no device profile {name!r}; there are {known}")
     return profiles[name]

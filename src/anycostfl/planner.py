@@ -43,7 +43,7 @@ import numpy.typing as npt
 
 from anycostfl import cost
 from anycostfl.checks import FloatArray
-from anycostfl.errors import InfeasibleBudget
+from anycostfl.errors import InfeasibleBudgetError
 from anycostfl.theory import MEASURED, learning_gain, quality
 from anycostfl.types import Binds, Devices, Limits, Reason, Strategies, Workload
 
@@ -90,11 +90,11 @@ def plan_strategies(devices: Devices, workload: Workload, limits: Limits) -> Str
 
 
 def require_feasible(strategies: Strategies, devices: Devices) -> None:
-    """Raise InfeasibleBudget for the first device that has to sit out."""
+    """Raise InfeasibleBudgetError for the first device that has to sit out."""
     if np.all(strategies.feasible):
         return
     i = int(np.argmin(strategies.feasible))
-    raise InfeasibleBudget(
+    raise InfeasibleBudgetError(
         f"device {i} cannot afford the smallest strategy with {devices.latency_s[i]:.4g} s and "
         f"{devices.energy_j[i]:.4g} J ({Reason(int(strategies.reason[i]))}); "
         f"it needs {needed_budgets(strategies, devices, i)}"

@@ -41,7 +41,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from anycostfl.files import (
-    InUse,
+    InUseError,
     StorageError,
     append_line,
     only_one,
@@ -101,7 +101,7 @@ class RunWriter:
         """Keep others away; whoever went on with the run since it was opened has it now."""
         with only_one(self.folder):
             if len(_lines(self.folder / JOURNAL, whole=True)) != self._rounds:
-                raise InUse(f"another process went on with {self.folder} meanwhile; try again")
+                raise InUseError(f"another process went on with {self.folder} meanwhile; try again")
             yield
 
     @classmethod

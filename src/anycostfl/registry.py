@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from types import ModuleType
 
-from anycostfl.errors import UnknownName
+from anycostfl.errors import UnknownNameError
 
 VARIABLE = "ANYCOSTFL_PATH"
 KINDS = ("methods", "models")
@@ -54,23 +54,23 @@ def load_file(package: str, module: str, constant: str) -> ModuleType:
     try:
         loaded = importlib.import_module(f"{package}.{module}")
     except Exception as error:
-        raise UnknownName(
+        raise UnknownNameError(
             f"{package}.{module} cannot be loaded: {type(error).__name__}: {error}"
         ) from error
     kind, file = package.rpartition(".")[2], Path(str(loaded.__file__))
     own = own_folders(kind)
     twins = [twin for folder in own if (twin := Path(folder, file.name)).is_file()]
     if twins and str(file.parent) not in own:
-        raise UnknownName(f"{twins[0]} has the name of one of the package's {kind}; rename it")
+        raise UnknownNameError(f"{twins[0]} has the name of one of the package's {kind}; rename it")
     if not hasattr(loaded, constant):
-        raise UnknownName(f"{loaded.__file__} has no constant {constant}")
+        raise UnknownNameError(f"{loaded.__file__} has no constant {constant}")
     return loaded
 
 
-def unknown(what: str, name: str, known: Sequence[str]) -> UnknownName:
+def unknown(what: str, name: str, known: Sequence[str]) -> UnknownNameError:
     """The error for a name that no file has."""
     there = f"{meant(name, known)}there are {', '.join(known)}"
-    return UnknownName(f"no {what} {name!r}; {there}{_looked()}")
+    return UnknownNameError(f"no {what} {name!r}; {there}{_looked()}")
 
 
 def meant(name: str, known: Sequence[str]) -> str:

@@ -187,7 +187,7 @@ def one_line(text: str) -> str:
 
 
 def _decode(method: Method, assignment: Assignment, reply: Reply) -> Update:
-    return method.decode(reply.payload, assignment.shapes, assignment.upload.binding)
+    return method.decode(reply.payload, assignment.shapes, assignment.upload)
 
 
 def accepted(method: Method, outcomes: Sequence[Outcome], rules: Rules) -> Iterator[Contribution]:

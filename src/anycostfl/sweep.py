@@ -18,8 +18,8 @@ from anycostfl import methods
 from anycostfl.aggregate import DEFENCE, OPEN, Rules
 from anycostfl.attacks import LIES
 from anycostfl.compare import (
-    CannotCompare,
     Case,
+    CompareError,
     Enough,
     Records,
     Series,
@@ -114,7 +114,7 @@ def widths(series: Series, config: Config, names: Sequence[str]) -> dict[str, li
         if not records or not checkpoints(home):
             continue
         if _saved(home) != len(records):
-            raise CannotCompare(
+            raise CompareError(
                 f"{case.name} has {len(records)} rounds of the {config.run.rounds} asked for, and "
                 f"a checkpoint of {_saved(home)}; ask for so many --rounds, or choose another --out"
             )

@@ -27,7 +27,7 @@ import numpy as np
 import numpy.typing as npt
 
 from anycostfl.checks import FloatArray, Interval
-from anycostfl.errors import ConfigError, UnknownName
+from anycostfl.errors import ConfigError, UnknownNameError
 
 SHARE = Interval(0.0, 1.0)
 
@@ -108,7 +108,7 @@ def quality(codec: str, beta: npt.ArrayLike) -> FloatArray:
         return MEASURED[codec].quality(beta)
     if codec not in AS_THE_PAPER:
         known = ", ".join((*AS_THE_PAPER, *MEASURED))
-        raise UnknownName(f"no codec {codec!r} has a measured quality; there are {known}")
+        raise UnknownNameError(f"no codec {codec!r} has a measured quality; there are {known}")
     return np.asarray(beta, np.float64)
 
 

@@ -39,15 +39,15 @@ from anycostfl.types import Scale
 TEST_CHUNK = 1000
 
 
-class WorkerDied(AnycostError):  # noqa: N818 - reads as what happened
+class WorkerDiedError(AnycostError):
     """A process of the pool is gone."""
 
 
-class NotShared(AnycostError):  # noqa: N818 - reads as what happened
+class SharedMemoryError(AnycostError):
     """Data that several processes cannot share."""
 
 
-class WorkerFailed(AnycostError):  # noqa: N818 - reads as what happened
+class WorkerFailedError(AnycostError):
     """What a process of the pool could not do, in its own words."""
 
 
@@ -97,7 +97,7 @@ class Shared:
                 tensor.share_memory_()  # type: ignore[no-untyped-call]
         except RuntimeError as error:
             megabytes = sum(tensor.nbytes for tensor in tensors) / 1e6
-            raise NotShared(
+            raise SharedMemoryError(
                 f"several workers share {megabytes:.0f} MB of data, for which there is no room "
                 "(/dev/shm). Give more (docker run --shm-size=1g), or use --workers 1"
             ) from error
@@ -324,11 +324,11 @@ class Pool:
         except (EOFError, OSError) as error:
             raise self._died(pipe) from error
         if failure:
-            raise WorkerFailed(failure)
+            raise WorkerFailedError(failure)
         self._started = True
         return _with(_to_tensor, result)
 
-    def _died(self, pipe: Connection) -> WorkerDied:
+    def _died(self, pipe: Connection) -> WorkerDiedError:
         process = self._pipes[pipe]
         process.join(1.0)
         why = (
@@ -337,7 +337,7 @@ class Pool:
             if process.exitcode == 1 and not self._started
             else "perhaps for lack of memory. Go on with --resume, perhaps with fewer --workers"
         )
-        return WorkerDied(f"a worker process died (exit code {process.exitcode}), {why}")
+        return WorkerDiedError(f"a worker process died (exit code {process.exitcode}), {why}")
 
 
 def _serve(pipe: Connection, shared: Shared) -> None:

@@ -8,7 +8,7 @@ from typing import Protocol
 
 from anycostfl.cli._flower import need_flower
 from anycostfl.config import Config
-from anycostfl.errors import ConfigError, MissingExtra
+from anycostfl.errors import ConfigError, MissingExtraError
 from anycostfl.runs import Snapshot, Turns
 from anycostfl.simulate import play
 
@@ -27,7 +27,9 @@ def find_engine(name: str) -> Engine:
     if name != "flower":
         raise ConfigError([f"--engine: given {name!r}, allowed own, flower"])
     if importlib.util.find_spec("flwr") is None or importlib.util.find_spec("ray") is None:
-        raise MissingExtra("--engine flower needs Flower and Ray: pip install 'anycostfl[cluster]'")
+        raise MissingExtraError(
+            "--engine flower needs Flower and Ray: pip install 'anycostfl[cluster]'"
+        )
     need_flower()
     logging.getLogger("flwr").setLevel(logging.ERROR)
     from anycostfl.flower import engine  # noqa: PLC0415 - optional

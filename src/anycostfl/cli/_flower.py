@@ -6,7 +6,7 @@ import importlib.util
 import logging
 import os
 
-from anycostfl.errors import MissingExtra
+from anycostfl.errors import MissingExtraError
 
 QUIET = {"FLWR_TELEMETRY_ENABLED": "0", "FLWR_DISABLE_UPDATE_CHECK": "1"}
 
@@ -14,7 +14,7 @@ QUIET = {"FLWR_TELEMETRY_ENABLED": "0", "FLWR_DISABLE_UPDATE_CHECK": "1"}
 def need_flower() -> None:
     """Fail clearly where Flower is not installed; keep it from phoning home where it is."""
     if importlib.util.find_spec("flwr") is None:
-        raise MissingExtra("real devices need Flower: pip install 'anycostfl[flower]'")
+        raise MissingExtraError("real devices need Flower: pip install 'anycostfl[flower]'")
     os.environ.update(QUIET)
 
 

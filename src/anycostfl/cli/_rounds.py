@@ -15,7 +15,7 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
 from anycostfl.cli._console import emit_json, note, out, say, table
 from anycostfl.config import Config
-from anycostfl.errors import ConfigError, MissingExtra
+from anycostfl.errors import ConfigError, MissingExtraError
 from anycostfl.files import writing_to
 from anycostfl.records import ELSEWHERE, PAGE, bill_of
 from anycostfl.report import draw_curves, summarise, write_page
@@ -177,7 +177,7 @@ def _write_views(
     """The page and the picture of a run; if they cannot be written, the run goes on without."""
     try:
         write_page([folder])
-        with suppress(MissingExtra):
+        with suppress(MissingExtraError):
             if curves:
                 draw_curves({config.run.method: records}, folder / "curves.png")
     except (OSError, ConfigError) as error:

@@ -13,7 +13,7 @@ from typing import Annotated
 import typer
 
 from anycostfl.cli._console import emit_json, err, out, say, table
-from anycostfl.compare import TRIAL, CannotCompare, Case, Records, Series
+from anycostfl.compare import TRIAL, Case, CompareError, Records, Series
 from anycostfl.config import Config, load_preset
 from anycostfl.errors import ConfigError
 from anycostfl.experiment import settle
@@ -107,7 +107,7 @@ def working_on(series: Series) -> Iterator[None]:
     """Keep others away while playing; Ctrl-C ends with a word on how to go on."""
     folder = series.folder
     if not series.play and not folder.is_dir():
-        raise CannotCompare(f"there are no runs in {folder} yet; without --show they are played")
+        raise CompareError(f"there are no runs in {folder} yet; without --show they are played")
     try:
         with writing_to(folder, OTHERWISE):
             folder.mkdir(parents=True, exist_ok=True)

@@ -49,7 +49,7 @@ from anycostfl.compare import (
     to_markdown,
 )
 from anycostfl.config import Config, load_preset, preset_names
-from anycostfl.errors import AnycostError, ConfigError, MissingExtra
+from anycostfl.errors import AnycostError, ConfigError, MissingExtraError
 from anycostfl.files import write_whole, writing_to
 from anycostfl.report import draw_curves
 
@@ -140,7 +140,7 @@ def _write(stem: Path, rows: Sequence[Row], runs: Runs, cells: Sequence[Sequence
         write_whole(stem.with_suffix(".md"), to_markdown(HEADER, cells).encode())
         write_whole(stem.with_suffix(".csv"), to_csv(rows).encode())
         write_whole(stem.with_suffix(".curves.csv"), to_curves(runs).encode())
-        with suppress(MissingExtra):
+        with suppress(MissingExtraError):
             draw_curves(first, stem.with_suffix(".png"))
 
 

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from anycostfl import models
 from anycostfl.cli._console import Json, emit_json, out, say, table
 from anycostfl.coupling import Group
-from anycostfl.errors import ConfigError, UnknownName
+from anycostfl.errors import ConfigError, UnknownNameError
 from anycostfl.shrink import ElasticModel, SubModel, size_bits
 from anycostfl.shrink.widths import regions, take
 
@@ -59,16 +59,16 @@ def _load(model: str, shape: str) -> tuple[nn.Module, Tensor]:
     try:
         module = getattr(importlib.import_module(path), name)()
     except Exception as error:
-        raise UnknownName(
+        raise UnknownNameError(
             f"cannot load {model!r}: {type(error).__name__}: {error}. Give package.module:make, "
             "where make() needs no arguments and returns an nn.Module"
         ) from error
     if not isinstance(module, nn.Module):
-        raise UnknownName(f"{model!r} returns {type(module).__name__}, not an nn.Module")
+        raise UnknownNameError(f"{model!r} returns {type(module).__name__}, not an nn.Module")
     try:
         return module, torch.randn(2, *(int(n) for n in shape.split(",")))
     except (ValueError, RuntimeError) as error:  # no numbers, or none that are sizes
-        raise UnknownName(
+        raise UnknownNameError(
             f"--input {shape!r} is not a shape; give the shape of one sample, such as 3,32,32"
         ) from error
 

@@ -14,7 +14,7 @@ from anycostfl.cli._engine import find_engine
 from anycostfl.cli._options import MaybePreset, Overrides
 from anycostfl.cli._rounds import WHAT_WOULD_DO, conclude, follow, free_folder, go_on, spent
 from anycostfl.config import Config, load_preset, profiles_of, to_toml
-from anycostfl.data import DataMissing
+from anycostfl.data import DataMissingError
 from anycostfl.experiment import prepare, settle
 from anycostfl.fleet import draw_cohort
 from anycostfl.runs import Turns, begin, keep
@@ -83,7 +83,7 @@ def _show_plan(config: Config, *, json: bool) -> None:
     samples = None
     try:
         samples = prepare(config).sample_counts()
-    except DataMissing as error:
+    except DataMissingError as error:
         note(str(error))
     profiles, seed = profiles_of(config.fleet), config.run.seed
     latency, energy, able = [], [], 0

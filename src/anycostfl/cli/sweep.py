@@ -46,7 +46,7 @@ from anycostfl.compare import (
     to_markdown,
 )
 from anycostfl.config import Config
-from anycostfl.errors import ConfigError, MissingExtra
+from anycostfl.errors import ConfigError, MissingExtraError
 from anycostfl.files import write_whole, writing_to
 from anycostfl.report import draw_bars, draw_lines
 from anycostfl.sweep import KINDS, SPREADS, WIDTHS, ablation, attacks, heterogeneity, widths
@@ -149,7 +149,7 @@ def _write(found: Finding, stem: Path) -> None:
     with writing_to(stem.parent, AGAIN):
         write_whole(stem.with_suffix(".md"), to_markdown(found.header, found.cells).encode())
         write_whole(stem.with_suffix(".csv"), rows.getvalue().encode())
-        with suppress(MissingExtra):
+        with suppress(MissingExtraError):
             found.draw(stem.with_suffix(".png"))
 
 

@@ -23,7 +23,7 @@ from anycostfl.codec.flat import all_of, flatten, unflatten
 from anycostfl.codec.frame import OVERHEAD, bond
 from anycostfl.codec.kernels import lay_out
 from anycostfl.codec.refine import Draft, fill
-from anycostfl.errors import BetaError, PayloadError, UnknownName
+from anycostfl.errors import BetaError, PayloadError, UnknownNameError
 from anycostfl.types import Update
 
 __all__ = ["CODECS", "byte_budget", "check_codec", "compress", "decompress"]
@@ -58,7 +58,7 @@ def compress(
         BetaError: If `beta` is outside (0, 1] or buys less than an empty payload.
     """
     if codec not in CODECS:
-        raise UnknownName(f"no codec {codec!r}; there are {', '.join(CODECS)}")
+        raise UnknownNameError(f"no codec {codec!r}; there are {', '.join(CODECS)}")
     shapes = {name: tuple(tensor.shape) for name, tensor in update.items()}
     parts, tie = lay_out(shapes, blocks or {}), bond(binding, shapes)
     flat = flatten(update)

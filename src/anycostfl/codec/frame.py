@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from hashlib import blake2s
 
-from anycostfl.errors import DamagedPayload, ForeignPayload, PayloadError
+from anycostfl.errors import DamagedPayloadError, ForeignPayloadError, PayloadError
 
 MAJOR, MINOR = 1, 0
 MAX_LENGTH = 2**32 - 1
@@ -49,9 +49,9 @@ def unseal(payload: bytes, magic: bytes, tie: Bond) -> tuple[int, bytes]:
     """Minor version and body of a payload that is whole and bound to `tie`."""
     minor, found, body = open_any(payload, magic)
     if found.binding != tie.binding:
-        raise ForeignPayload("the payload is bound to another run, round, device or plan")
+        raise ForeignPayloadError("the payload is bound to another run, round, device or plan")
     if found.shapes != tie.shapes:
-        raise ForeignPayload("the payload was made for other parameter names or shapes")
+        raise ForeignPayloadError("the payload was made for other parameter names or shapes")
     return minor, body
 
 
@@ -73,8 +73,8 @@ def open_any(payload: bytes, magic: bytes) -> tuple[int, Bond, bytes]:
     if major != MAJOR:
         raise PayloadError(f"payload of format {major}.{minor}; this program reads {MAJOR}.x")
     if length != len(payload):
-        raise DamagedPayload(f"the payload says {length} bytes and has {len(payload)}")
+        raise DamagedPayloadError(f"the payload says {length} bytes and has {len(payload)}")
     (checksum,) = _CHECKSUM.unpack_from(payload, length - _CHECKSUM.size)
     if zlib.crc32(memoryview(payload)[: -_CHECKSUM.size]) != checksum:
-        raise DamagedPayload("the checksum does not match: the payload was damaged on its way")
+        raise DamagedPayloadError("the checksum does not match: the payload was damaged on its way")
     return minor, Bond(binding, shapes), payload[_HEADER.size : -_CHECKSUM.size]

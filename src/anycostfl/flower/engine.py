@@ -21,7 +21,7 @@ from flwr.simulation import run_simulation
 
 from anycostfl.attacks import check_honest
 from anycostfl.config import Config
-from anycostfl.errors import AnycostError, MissingExtra
+from anycostfl.errors import AnycostError, MissingExtraError
 from anycostfl.experiment import prepare
 from anycostfl.flower import device, server
 from anycostfl.flower.roster import Terms
@@ -30,14 +30,14 @@ from anycostfl.runs import Snapshot, Turn, Turns
 DEADLINE_S = 24 * 3600.0  # simulated devices are never late
 
 
-class EngineFailed(AnycostError):  # noqa: N818 - reads as what happened
+class EngineError(AnycostError):
     """Flower's simulation engine ended before the run did."""
 
 
 def play(config: Config, *, workers: int = 1, start: Snapshot | None = None) -> Turns:
     """The rounds of an experiment on Flower's engine, with that many processes on this machine."""
     if importlib.util.find_spec("ray") is None:
-        raise MissingExtra("--engine flower needs Ray: pip install 'anycostfl[cluster]'")
+        raise MissingExtraError("--engine flower needs Ray: pip install 'anycostfl[cluster]'")
     check_honest(config.attack)
     prepare(config)  # so that bad data or a bad model fail here and at once
     return _play(config, workers, start)
@@ -55,7 +55,7 @@ def _play(config: Config, workers: int, start: Snapshot | None) -> Turns:
     try:
         while (turn := turns.get()) is not None:
             if isinstance(turn, BaseException):
-                raise EngineFailed(f"Flower's simulation engine failed: {turn}") from turn
+                raise EngineError(f"Flower's simulation engine failed: {turn}") from turn
             yield turn
     finally:
         stopping.set()

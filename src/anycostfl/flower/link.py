@@ -58,7 +58,7 @@ OFFLINE = {
 }
 
 
-class ServerDied(AnycostError):  # noqa: N818 - reads as what happened
+class ServerDiedError(AnycostError):
     """The server's processes do not stay up; says where to look."""
 
 
@@ -131,12 +131,12 @@ class Link:
         until = time.monotonic() + START_S
         while time.monotonic() < until:
             if self._process.poll() is not None:
-                raise ServerDied(f"Flower's SuperLink ended at once; see {self.serving.log}")
+                raise ServerDiedError(f"Flower's SuperLink ended at once; see {self.serving.log}")
             where = self.serving.reached, self.serving.port
             with suppress(OSError), socket.create_connection(where, 1):
                 return
             time.sleep(LOOK_S)
-        raise ServerDied(f"Flower's SuperLink did not come up; see {self.serving.log}")
+        raise ServerDiedError(f"Flower's SuperLink did not come up; see {self.serving.log}")
 
     def register(self) -> None:
         """Let in the devices whose public keys lie in the folder, and only those.
@@ -233,9 +233,9 @@ class Link:
         if failure.exists():
             raise AnycostError(failure.read_text() or f"the disk of {failure.parent} is full")
         if self._process.poll() is not None:
-            raise ServerDied(f"Flower's SuperLink died; see {self.serving.log}")
+            raise ServerDiedError(f"Flower's SuperLink died; see {self.serving.log}")
         if tries >= TRIES:
-            raise ServerDied(f"the server app died {tries} times; see {self.serving.log}")
+            raise ServerDiedError(f"the server app died {tries} times; see {self.serving.log}")
 
 
 def _content(path: Path) -> bytes | None:

@@ -38,7 +38,7 @@ class MessageError(AnycostError, ValueError):
     """A message that does not say what it should."""
 
 
-class Unwelcome(AnycostError):  # noqa: N818 - reads as what happened
+class DeviceRejectedError(AnycostError):
     """The server does not take this device's offers; says why."""
 
 
@@ -67,7 +67,7 @@ class Ask:
 def read_ask(records: RecordDict) -> Ask:
     """The question in a message, unless it is a refusal."""
     if refusal := records.config_records.get("refusal"):
-        raise Unwelcome(f"the server refuses this device: {_value(refusal, 'why', str)}")
+        raise DeviceRejectedError(f"the server refuses this device: {_value(refusal, 'why', str)}")
     table = _table(records, "ask")
     return Ask(_value(table, "config", str), _value(table, "round", int), _read_scale(table))
 

@@ -64,7 +64,7 @@ from anycostfl.errors import AnycostError, ConfigError
 from anycostfl.flower.clock import Signature, date_reply
 from anycostfl.flower.device import Setup
 from anycostfl.flower.keys import private_key
-from anycostfl.flower.messages import Unwelcome
+from anycostfl.flower.messages import DeviceRejectedError
 
 Request = TypeVar("Request")
 Answer = TypeVar("Answer")
@@ -78,11 +78,11 @@ WRONG_SERVER = ("CERTIFICATE_VERIFY_FAILED", "WRONG_VERSION_NUMBER")
 middle of a greeting is no more than that."""
 
 
-class Refused(AnycostError):  # noqa: N818 - reads as what happened
+class RefusedError(AnycostError):
     """The server does not let this device in."""
 
 
-class Unreachable(AnycostError):  # noqa: N818 - reads as what happened
+class UnreachableError(AnycostError):
     """The server has not been there for too long."""
 
 
@@ -162,7 +162,7 @@ class Line:
             except httpx.HTTPStatusError as error:
                 until = min(until, time.monotonic() + REFUSED_S)
                 if time.monotonic() > until:
-                    raise Refused(
+                    raise RefusedError(
                         f"{self._address.server} refuses this device ({_why(error)}). Is its "
                         "public key among the server's keys/devices/*.pub, and no other process "
                         "using it?"
@@ -243,13 +243,13 @@ class Line:
                 return request()
             except httpx.TransportError as error:
                 if any(word in str(error) for word in WRONG_SERVER):
-                    raise Refused(
+                    raise RefusedError(
                         f"the server is not who it should be: {error}. Give the ca.crt that its "
                         "certificate was made with, and an address that the certificate names"
                     ) from error
                 gone_s, patience_s = time.monotonic() - begin, self._address.patience_s
                 if patience_s and gone_s + pause > patience_s:
-                    raise Unreachable(
+                    raise UnreachableError(
                         f"{self._address.server} cannot be reached: {error}"
                     ) from error
                 if str(error) != told:  # once: it may be away for days
@@ -286,7 +286,7 @@ def _answer(app: ClientApp, message: Message, context: Context) -> Message:
     log(INFO, "round %s: %s", about.group_id, about.message_type)
     try:
         return app(message, context)
-    except Unwelcome:
+    except DeviceRejectedError:
         raise
     except Exception as error:  # a device outlives whatever a message does to it
         log(ERROR, "the message cannot be answered: %s", error)

@@ -21,11 +21,11 @@ NODES = "flower/nodes.json"
 DEVICES = "devices.json"
 
 
-class NotYet(AnycostError):  # noqa: N818 - reads as what happened
+class NotReadyError(AnycostError):
     """A node that cannot be let in yet, but may be in a moment."""
 
 
-class Taken(AnycostError):  # noqa: N818 - reads as what happened
+class NumberTakenError(AnycostError):
     """A number that is not this device's."""
 
 
@@ -42,12 +42,14 @@ class Numbers:
             return
         name = _read(self._folder / NODES).get(str(node))
         if name is None:
-            raise NotYet(f"the key of node {node} is not known yet")
+            raise NotReadyError(f"the key of node {node} is not known yet")
         if self._bound.get(name, device) != device:
-            raise Taken(f"key {name} is device {self._bound[name]} in this run, not {device}")
+            raise NumberTakenError(
+                f"key {name} is device {self._bound[name]} in this run, not {device}"
+            )
         owner = {number: key for key, number in self._bound.items()}.get(device, name)
         if owner != name:
-            raise Taken(f"device {device} is key {owner} in this run, not {name}")
+            raise NumberTakenError(f"device {device} is key {owner} in this run, not {name}")
         if name not in self._bound:
             self._bound[name] = device
             _write(self._folder / DEVICES, self._bound)

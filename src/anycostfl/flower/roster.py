@@ -34,7 +34,7 @@ from anycostfl.flower.messages import (
     read_result,
     wire_bytes,
 )
-from anycostfl.flower.numbers import NotYet, Numbers, Taken
+from anycostfl.flower.numbers import NotReadyError, Numbers, NumberTakenError
 from anycostfl.flower.post import PostOffice, Spoilt
 from anycostfl.rounds import one_line
 from anycostfl.types import Devices, Scale
@@ -54,7 +54,7 @@ NOTHING_CAME = (
 """What the SuperLink says in a device's place; all else that goes wrong, the device says itself."""
 
 
-class NotEnoughDevices(AnycostError):  # noqa: N818 - reads as what happened
+class NotEnoughDevicesError(AnycostError):
     """Too few devices are connected, for too long."""
 
 
@@ -144,7 +144,7 @@ class Roster:
             self._wait(are_enough, until)
             if not are_enough():
                 free = len(bench.free(self._nodes(), number))
-                raise NotEnoughDevices(
+                raise NotEnoughDevicesError(
                     f"{len(self._offers)} devices are ready after {self._terms.patience_s:g} s, "
                     f"{len(self._offers) - free} of them benched; at least {least} are needed. "
                     f"Start them with `anycostfl join`, then go on with --resume{self._reasons()}"
@@ -349,10 +349,10 @@ class Roster:
                 raise MessageError(f"there is no device {offer.device} in this fleet")
             self._numbers.claim(node, offer.device)
             self._check_free(node, offer.device)
-        except NotYet as error:
+        except NotReadyError as error:
             log(INFO, "node %s waits: %s", node, error)  # it is asked again
             return
-        except (MessageError, Taken) as error:
+        except (MessageError, NumberTakenError) as error:
             log(WARNING, "node %s is refused: %s", node, one_line(str(error)))
             self._ignored.add(node)
             self._unfit[node] = str(error)
@@ -371,7 +371,9 @@ class Roster:
             return
         now = time.monotonic()
         if now - self._twins.setdefault(node, now) < GONE_S:
-            raise NotYet(f"device {device} is connected as another node, which may have crashed")
+            raise NotReadyError(
+                f"device {device} is connected as another node, which may have crashed"
+            )
         raise MessageError(f"device {device} is connected already")
 
 

@@ -14,7 +14,7 @@ from types import ModuleType
 from torch import Tensor, nn
 
 from anycostfl.checks import FloatArray
-from anycostfl.errors import UnknownName
+from anycostfl.errors import UnknownNameError
 from anycostfl.registry import load_file, modules_in, own_folders, unknown
 from anycostfl.types import Devices, Limits, Strategies, Update, Workload
 
@@ -28,10 +28,11 @@ Shapes = Mapping[str, Sequence[int]]
 class Upload:
     """What a device must know to encode its update.
 
-    `beta` is relative to 32 bits for each element of the update itself; `blocks` says how many
-    consecutive inputs one channel owns; `binding` ties the payload to run, round, device and plan;
-    `codec` is for methods that have no coding of their own; with `feedback` the device keeps what
-    the payload could not carry for later rounds.
+    The server issues it and decodes with it. `beta` is relative to 32 bits for each element of the
+    update itself; `seed` is for everything the method draws; `binding` ties the payload to run,
+    round, device and plan; `blocks` says how many consecutive inputs one channel owns; `codec` is
+    for methods that have no coding of their own; with `feedback` the device keeps what the payload
+    could not carry for later rounds.
     """
 
     beta: float
@@ -48,7 +49,8 @@ class Method:
 
     plan: the strategy of every device of the cohort, on the server.
     encode: an update and how to upload it → payload.
-    decode: payload, expected shapes and binding → update; PayloadError on anything malformed.
+    decode: payload, expected shapes and what the server issued → update; PayloadError on anything
+        malformed.
     weigh: α, the quality of β (mostly β) and sample counts of those who take part →
         aggregation weights; the counts are all one unless the method weighs by them (`by_samples`)
         or the configuration asks for it.
@@ -63,7 +65,7 @@ class Method:
     summary: str
     plan: Callable[[Devices, Workload, Limits], Strategies]
     encode: Callable[[State, Upload], bytes]
-    decode: Callable[[bytes, Shapes, bytes], Update]
+    decode: Callable[[bytes, Shapes, Upload], Update]
     weigh: Callable[[FloatArray, FloatArray, FloatArray], FloatArray]
     sorts_channels: bool
     by_samples: bool = False
@@ -97,10 +99,10 @@ def load(name: str) -> Method:
     module = _module(base)
     known: Mapping[str, Method] = {"": module.METHOD, **getattr(module, "VARIANTS", {})}
     if not all(isinstance(method, Method) for method in known.values()):
-        raise UnknownName(f"{module.__file__}: METHOD and VARIANTS have to be of type Method")
+        raise UnknownNameError(f"{module.__file__}: METHOD and VARIANTS have to be of type Method")
     if variant not in known:
         there = ", ".join(variants(base)) or "none"
-        raise UnknownName(f"no variant {name!r}; of {base} there are {there}")
+        raise UnknownNameError(f"no variant {name!r}; of {base} there are {there}")
     return known[variant]
 
 

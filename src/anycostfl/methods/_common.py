@@ -12,7 +12,7 @@ import numpy as np
 from anycostfl.checks import FloatArray
 from anycostfl.codec import byte_budget, compress, decompress
 from anycostfl.codec.arrays import Floats
-from anycostfl.codec.dense import pack_dense
+from anycostfl.codec.dense import pack_dense, unpack_dense
 from anycostfl.codec.flat import all_of, flatten
 from anycostfl.codec.frame import Bond, bond
 from anycostfl.codec.sparse import (
@@ -65,14 +65,19 @@ def encode_with_codec(update: State, upload: Upload) -> bytes:
     )
 
 
-def decode_unmasked(payload: bytes, shapes: Shapes, binding: bytes) -> Update:
+def decode_unmasked(payload: bytes, shapes: Shapes, upload: Upload) -> Update:
     """The quantized update; elements that were not sent count as zero."""
-    return counting_all(decompress(payload, shapes, binding=binding))
+    return counting_all(decompress(payload, shapes, binding=upload.binding))
 
 
 def encode_dense(update: State, upload: Upload) -> bytes:
     """32 bits for every element."""
     return pack_dense(update, binding=upload.binding)
+
+
+def decode_dense(payload: bytes, shapes: Shapes, upload: Upload) -> Update:
+    """Every element as it was."""
+    return unpack_dense(payload, shapes, upload.binding)
 
 
 def bond_of(update: State, upload: Upload) -> Bond:
@@ -99,8 +104,8 @@ def encode_largest(
     )
 
 
-def decode_levels(payload: bytes, shapes: Shapes, binding: bytes) -> Update:
+def decode_levels(payload: bytes, shapes: Shapes, upload: Upload) -> Update:
     """Levels times the scalar; elements that were not sent count as zero."""
     layout = Layout(elements(shapes), scalars=1)
-    sparse = unpack_sparse(payload, bond(binding, shapes), layout)
+    sparse = unpack_sparse(payload, bond(upload.binding, shapes), layout)
     return all_of(spread(sparse, *sparse.scalars), shapes)

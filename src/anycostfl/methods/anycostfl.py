@@ -14,9 +14,9 @@ import numpy as np
 from anycostfl.aggregate import optimal_weights
 from anycostfl.checks import FloatArray
 from anycostfl.codec import decompress
-from anycostfl.codec.dense import unpack_dense
-from anycostfl.methods import Method, Shapes
+from anycostfl.methods import Method, Shapes, Upload
 from anycostfl.methods._common import (
+    decode_dense,
     decode_unmasked,
     encode_dense,
     encode_with_codec,
@@ -26,9 +26,9 @@ from anycostfl.planner import fixed_strategies, plan_strategies
 from anycostfl.types import Devices, Limits, Strategies, Update, Workload
 
 
-def decode(payload: bytes, shapes: Shapes, binding: bytes) -> Update:
+def decode(payload: bytes, shapes: Shapes, upload: Upload) -> Update:
     """The quantized update and its mask."""
-    return decompress(payload, shapes, binding=binding)
+    return decompress(payload, shapes, binding=upload.binding)
 
 
 def weigh(alpha: FloatArray, beta: FloatArray, samples: FloatArray) -> FloatArray:
@@ -69,7 +69,7 @@ VARIANTS = {
         summary="AnycostFL without compression",
         plan=plan_uncompressed,
         encode=encode_dense,
-        decode=unpack_dense,
+        decode=decode_dense,
     ),
     "without-aio": replace(
         METHOD,

@@ -8,9 +8,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from anycostfl.codec.dense import unpack_dense
 from anycostfl.methods import Method
-from anycostfl.methods._common import encode_dense, weigh_by_samples
+from anycostfl.methods._common import decode_dense, encode_dense, weigh_by_samples
 from anycostfl.planner import fixed_strategies
 from anycostfl.types import Devices, Limits, Strategies, Workload
 
@@ -26,7 +25,7 @@ METHOD = Method(
     summary="FedAvg: full models, uncompressed updates, no budgets",
     plan=plan,
     encode=encode_dense,
-    decode=unpack_dense,
+    decode=decode_dense,
     weigh=weigh_by_samples,
     sorts_channels=False,
     by_samples=True,

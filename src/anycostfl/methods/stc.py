@@ -62,10 +62,10 @@ def ternary(
     return Sparse(kept, tuple(means), np.where(flat[kept] > 0, 0, -1))
 
 
-def decode(payload: bytes, shapes: Shapes, binding: bytes) -> Update:
+def decode(payload: bytes, shapes: Shapes, upload: Upload) -> Update:
     """The ternary update."""
     layout = Layout(elements(shapes), scalars=len(shapes))
-    sparse = unpack_sparse(payload, bond(binding, shapes), layout)
+    sparse = unpack_sparse(payload, bond(upload.binding, shapes), layout)
     signs = sparse.integers  # 0 and −1 become 1 and −1, in their place
     np.right_shift(signs, 31, out=signs)
     np.bitwise_or(signs, 1, out=signs)

@@ -8,13 +8,12 @@ error uniform over the cell and independent of x. A lattice point is one symbol 
 coder, as in the authors' program. Full width at a fixed rate; the clock meets the latency budget;
 weights by sample count.
 
-Deviation: the seed is derived from what binds the payload to its plan, so it needs no transport.
+The seed is that of the upload, which the server issued.
 """
 
 from __future__ import annotations
 
 from functools import partial
-from hashlib import blake2s
 
 import numpy as np
 
@@ -57,11 +56,6 @@ def nearest(points: Doubles) -> Ints:
     return np.stack([across, up], 1).astype(np.int64)
 
 
-def _random(binding: bytes) -> np.random.Generator:
-    seed = int.from_bytes(blake2s(binding, digest_size=16, person=b"uveqfed1").digest())
-    return np.random.default_rng(seed)
-
-
 def dither(random: np.random.Generator, pairs: int) -> Doubles:
     """The next points that both sides draw: uniform over the cell around the origin."""
     spread = random.random((pairs, 2)) @ BASIS
@@ -87,10 +81,10 @@ def point(numbers: Integers) -> Integers:
 
 def encode(update: State, upload: Upload) -> bytes:
     """Top-k, then the dithered lattice."""
-    return encode_largest(update, upload, partial(quantize, binding=upload.binding), per_byte=1.0)
+    return encode_largest(update, upload, partial(quantize, seed=upload.seed), per_byte=1.0)
 
 
-def quantize(flat: Floats, ranked: Ranked, count: int, binding: bytes) -> Sparse:
+def quantize(flat: Floats, ranked: Ranked, count: int, seed: int) -> Sparse:
     """The `count` largest elements as lattice coordinates; the scalar is ζ."""
     kept = ranked.largest(count)
     chosen = flat[kept].astype(np.float64)
@@ -99,13 +93,13 @@ def quantize(flat: Floats, ranked: Ranked, count: int, binding: bytes) -> Sparse
     if not scale > 0:
         return Sparse.nothing(flat.size)
     pairs = np.resize(np.append(chosen, 0.0), (-(-chosen.size // 2), 2))
-    points = nearest(pairs / np.float64(scale) + dither(_random(binding), len(pairs)))
+    points = nearest(pairs / np.float64(scale) + dither(np.random.default_rng(seed), len(pairs)))
     return Sparse(kept, (float(scale),), number(points))
 
 
-def dequantize(sparse: Sparse, binding: bytes) -> Floats:
+def dequantize(sparse: Sparse, seed: int) -> Floats:
     """The lattice points without the dither, in their places."""
-    numbers, random = sparse.integers.astype(np.int32, copy=False), _random(binding)
+    numbers, random = sparse.integers.astype(np.int32, copy=False), np.random.default_rng(seed)
     values = np.empty(2 * numbers.size, np.float32)
     for begin in range(0, numbers.size, CHUNK):  # a lattice point takes ten times its element
         chunk = point(numbers[begin : begin + CHUNK])
@@ -116,12 +110,11 @@ def dequantize(sparse: Sparse, binding: bytes) -> Floats:
     return flat
 
 
-def decode(payload: bytes, shapes: Shapes, binding: bytes) -> Update:
+def decode(payload: bytes, shapes: Shapes, upload: Upload) -> Update:
     """The quantized update; elements that were not sent count as zero."""
     layout = Layout(elements(shapes), scalars=1, group=2)
-    return all_of(
-        dequantize(unpack_sparse(payload, bond(binding, shapes), layout), binding), shapes
-    )
+    sparse = unpack_sparse(payload, bond(upload.binding, shapes), layout)
+    return all_of(dequantize(sparse, upload.seed), shapes)
 
 
 METHOD = Method(

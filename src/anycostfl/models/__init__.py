@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from anycostfl.errors import UnknownName
+from anycostfl.errors import UnknownNameError
 from anycostfl.registry import load_file, modules_in, own_folders, unknown
 from anycostfl.types import ModelSpec
 
@@ -20,7 +20,7 @@ def load(name: str) -> ModelSpec:
         raise unknown("model", name, names())
     module = load_file(__name__, name, "MODEL")
     if not isinstance(module.MODEL, ModelSpec):
-        raise UnknownName(f"{module.__file__}: MODEL has to be a ModelSpec")
+        raise UnknownNameError(f"{module.__file__}: MODEL has to be a ModelSpec")
     return module.MODEL
 
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from anycostfl.errors import ConfigError, MissingExtra
+from anycostfl.errors import ConfigError, MissingExtraError
 from anycostfl.types import RoundRecord
 
 
@@ -19,7 +19,9 @@ def new_figure(panels: int, size: tuple[float, float], **options: Any) -> tuple[
         from matplotlib.backends.backend_agg import FigureCanvasAgg  # noqa: PLC0415 - optional
         from matplotlib.figure import Figure  # noqa: PLC0415 - likewise
     except ImportError as error:
-        raise MissingExtra("figures need matplotlib: pip install 'anycostfl[plots]'") from error
+        raise MissingExtraError(
+            "figures need matplotlib: pip install 'anycostfl[plots]'"
+        ) from error
     figure = Figure(figsize=size, layout="constrained")
     FigureCanvasAgg(figure)
     return figure, list(figure.subplots(1, panels, squeeze=False, **options)[0])

@@ -25,7 +25,7 @@ from anycostfl.report.page import gather_all, policy, render
 HOST = "127.0.0.1"
 
 
-class PortTaken(AnycostError, OSError):  # noqa: N818 - reads as what happened
+class PortInUseError(AnycostError, OSError):
     """A port that cannot be listened on."""
 
 
@@ -42,7 +42,7 @@ class LiveServer(ThreadingHTTPServer):
         try:
             super().__init__((HOST, port), _Handler)
         except (OSError, OverflowError) as error:
-            raise PortTaken(
+            raise PortInUseError(
                 f"cannot listen on port {port}: {error}; choose another --port, or 0 for any"
             ) from error
 

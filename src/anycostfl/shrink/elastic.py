@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from anycostfl.coupling import Coupling, Slot, tensors_of
-from anycostfl.errors import ShapeMismatch, TraceError, UnknownName
+from anycostfl.errors import ShapeMismatchError, TraceError, UnknownNameError
 from anycostfl.shrink.order import Order, permute, permute_in_place, sorting_order
 from anycostfl.shrink.verify import verified_recipe
 from anycostfl.shrink.widths import RULES, Dial, WidthPlan, make_plan, put, take
@@ -41,7 +41,7 @@ class ElasticModel:
 
     def __init__(self, module: nn.Module, *example_inputs: Any, rule: str = "sqrt") -> None:
         if rule not in RULES:
-            raise UnknownName(f"no width rule {rule!r}; there are {', '.join(RULES)}")
+            raise UnknownNameError(f"no width rule {rule!r}; there are {', '.join(RULES)}")
         if not example_inputs:
             raise TraceError("an example input is needed: ElasticModel(module, torch.randn(2, …))")
         self.module = module
@@ -163,7 +163,7 @@ class ElasticModel:
             if name in shapes and tuple(tensor.shape) != tuple(shapes[name])
         ]
         if problems:
-            raise ShapeMismatch("this state does not fit the model: " + "; ".join(problems))
+            raise ShapeMismatchError("this state does not fit the model: " + "; ".join(problems))
 
 
 def _consecutive(slot: Slot) -> bool:

@@ -24,7 +24,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from anycostfl.coupling import Coupling, Widths
-from anycostfl.errors import AlphaError, NotShrinkable
+from anycostfl.errors import AlphaError, NotShrinkableError
 
 Region = tuple[slice | Tensor, ...]
 """Which indices of a global tensor a sub-model holds, per dimension; slices wherever a prefix."""
@@ -175,7 +175,7 @@ def make_plan(
 ) -> WidthPlan:
     """Plan the sub-model of factor α of a model whose tensors are given by name."""
     if check_alpha(alpha) < 1 and not dials:
-        raise NotShrinkable(_why_not(coupling))
+        raise NotShrinkableError(_why_not(coupling))
     widths = coupling.full() if alpha == 1 else rule(coupling, dials, alpha)
     index = regions(coupling, widths, state)
     return WidthPlan(
