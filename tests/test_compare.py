@@ -39,7 +39,7 @@ from anycostfl.compare import (
 )
 from anycostfl.config import preset_names
 from anycostfl.errors import AnycostError
-from anycostfl.files import InUseError, only_one
+from anycostfl.files import InUseError, exclusive_lock
 from anycostfl.records import read_journal
 from anycostfl.types import DeviceRecord, RoundRecord
 from small_runs import small_config, small_overrides
@@ -244,9 +244,9 @@ def test_runs_that_went_on_for_longer_count_up_to_what_is_asked(tmp_path: Path) 
 
 def test_only_one_process_works_on_a_folder(tmp_path: Path) -> None:
     with (
-        only_one(tmp_path),
+        exclusive_lock(tmp_path),
         pytest.raises(InUseError, match=str(os.getpid())),
-        only_one(tmp_path),
+        exclusive_lock(tmp_path),
     ):
         pass
 

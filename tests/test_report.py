@@ -32,7 +32,7 @@ from anycostfl.cli.report import report
 from anycostfl.cli.watch import watch
 from anycostfl.config import to_toml
 from anycostfl.errors import AnycostError
-from anycostfl.files import StorageError, write_whole
+from anycostfl.files import StorageError, atomic_write
 from anycostfl.records import (
     CONFIG,
     ENVIRONMENT,
@@ -221,7 +221,7 @@ def test_links_that_somebody_left_in_a_run_are_not_followed(tmp_path: Path) -> N
     secret = tmp_path / "secret"
     secret.write_text("mine")
     (tmp_path / "run" / f"{WIDTHS}.part").symlink_to(secret)
-    write_whole(tmp_path / "run" / WIDTHS, b"[]")
+    atomic_write(tmp_path / "run" / WIDTHS, b"[]")
     assert secret.read_text() == "mine"
     assert not (tmp_path / "run" / WIDTHS).is_symlink()
     (tmp_path / "run" / CONFIG).unlink()

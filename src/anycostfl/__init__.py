@@ -23,25 +23,33 @@ from anycostfl.errors import (
 )
 
 if TYPE_CHECKING:
-    from anycostfl.aggregate import Contribution, optimal_weights
     from anycostfl.codec import compress, decompress
     from anycostfl.config import load_preset
     from anycostfl.elastic_file import load_elastic, save_elastic
-    from anycostfl.planner import plan_strategies
+    from anycostfl.planning.cost import Workload, make_devices
+    from anycostfl.planning.planner import plan_strategies
+    from anycostfl.planning.strategy import Limits
+    from anycostfl.planning.theory import optimal_weights
+    from anycostfl.records.round import RoundRecord
+    from anycostfl.server.aggregate import Contribution, aggregate
     from anycostfl.shrink import ElasticModel, SubModel, WidthPlan, recalibrate
     from anycostfl.simulate import run
-    from anycostfl.types import Limits, RoundRecord, Update, Workload, make_devices
+    from anycostfl.state import Update
 else:
     # The same, imported when they are asked for: torch takes seconds that `--help` need not wait.
     _HOMES = {
-        "aggregate": ("Contribution", "optimal_weights"),
         "codec": ("compress", "decompress"),
         "config": ("load_preset",),
         "elastic_file": ("load_elastic", "save_elastic"),
-        "planner": ("plan_strategies",),
+        "planning.cost": ("Workload", "make_devices"),
+        "planning.planner": ("plan_strategies",),
+        "planning.strategy": ("Limits",),
+        "planning.theory": ("optimal_weights",),
+        "records.round": ("RoundRecord",),
+        "server.aggregate": ("Contribution", "aggregate"),
         "shrink": ("ElasticModel", "SubModel", "WidthPlan", "recalibrate"),
         "simulate": ("run",),
-        "types": ("Limits", "RoundRecord", "Update", "Workload", "make_devices"),
+        "state": ("Update",),
     }
 
     def __getattr__(name: str) -> object:
@@ -81,6 +89,7 @@ __all__ = [
     "WidthPlan",
     "Workload",
     "__version__",
+    "aggregate",
     "compress",
     "decompress",
     "load_elastic",

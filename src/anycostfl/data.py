@@ -28,9 +28,8 @@ import torch
 from torch import Tensor
 
 from anycostfl.errors import ConfigError, MissingExtraError, UnknownNameError
-from anycostfl.types import Scale
 
-Images = npt.NDArray[np.uint8]  # (sample, height, width[, colour])
+Images = npt.NDArray[np.uint8]  # (sample, height, width[, channel])
 Labels = npt.NDArray[np.int64]
 Part = tuple[Images, Labels]
 
@@ -44,11 +43,19 @@ class DataMissingError(UnknownNameError):
     """A dataset that is not on this machine; says how to get it."""
 
 
+@dataclass(frozen=True, slots=True)
+class Scale:
+    """What images are normalised by, each channel: minus `mean`, divided by `std`."""
+
+    mean: tuple[float, ...]
+    std: tuple[float, ...]
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class Dataset:
     """Images (sample, channel, height, width) and labels, to train on and to test on.
 
-    Each colour was normalised: minus `mean`, divided by `std`.
+    Each channel was normalised: minus `mean`, divided by `std`.
     """
 
     name: str
@@ -80,7 +87,7 @@ def load(name: str, path: str = "", scale: Scale | None = None) -> Dataset:
 
 
 def _dataset(name: str, train: Part, test: Part, scale: Scale | None) -> Dataset:
-    """Normalise each colour, if not said otherwise to mean 0 and deviation 1 in training."""
+    """Normalise each channel, if not said otherwise to mean 0 and deviation 1 in training."""
     images, tests = (_as_tensor(part[0]) for part in (train, test))
     mean, std = _given(scale, images.shape[1], name) if scale else _statistics(images)
     labels, test_labels = (torch.from_numpy(part[1]) for part in (train, test))
@@ -97,18 +104,18 @@ def _dataset(name: str, train: Part, test: Part, scale: Scale | None) -> Dataset
     )
 
 
-def _given(scale: Scale, colours: int, name: str) -> tuple[Tensor, Tensor]:
-    """Mean and deviation of each colour, as the experiment says."""
-    if len(scale.mean) != colours:
+def _given(scale: Scale, channels: int, name: str) -> tuple[Tensor, Tensor]:
+    """Mean and deviation of each channel, as the experiment says."""
+    if len(scale.mean) != channels:
         raise ConfigError(
-            [f"{name}: given images of {colours} colours, allowed {len(scale.mean)} here"]
+            [f"{name}: given images of {channels} channels, allowed {len(scale.mean)} here"]
         )
     mean, std = torch.tensor(scale.mean), torch.tensor(scale.std)
     return mean.view(1, -1, 1, 1), std.view(1, -1, 1, 1)
 
 
 def _statistics(images: Tensor) -> tuple[Tensor, Tensor]:
-    """Mean and deviation of each colour, to the last bit the same with any number of threads."""
+    """Mean and deviation of each channel, to the last bit the same with any number of threads."""
     mean = torch.zeros(images.shape[1], dtype=torch.float64)
     square = torch.zeros_like(mean)
     for start in range(0, len(images), 1000):  # float64, but not of all images at once
@@ -280,7 +287,7 @@ def _array_problems(arrays: Mapping[str, npt.NDArray[Any]], x: str, y: str) -> I
     """What is wrong with some images and their labels."""
     images, labels = arrays[x], arrays[y]
     if images.ndim not in (3, 4):
-        allowed = "(sample, height, width[, colour])"
+        allowed = "(sample, height, width[, channel])"
         yield f"{x}: given shape {images.shape}, allowed {allowed}"
     elif len(images) and not images.size:
         yield f"{x}: given shape {images.shape}, allowed images with pixels"

@@ -32,7 +32,7 @@ from torch import Tensor, nn
 
 from anycostfl import data, methods, models
 from anycostfl.config import Config, parse_config
-from anycostfl.coupling import tensors_of
+from anycostfl.device import count_correct
 from anycostfl.elastic_file import METADATA, save_elastic, save_tensors
 from anycostfl.errors import (
     AlphaError,
@@ -41,10 +41,10 @@ from anycostfl.errors import (
     InfeasibleBudgetError,
     MissingExtraError,
 )
-from anycostfl.files import StorageError, refuse_special, write_whole
-from anycostfl.records import WIDTHS, SavedRun, read_run
+from anycostfl.files import StorageError, atomic_write, refuse_special
+from anycostfl.records.run import WIDTHS, SavedRun, read_run
 from anycostfl.shrink import ElasticModel, SubModel, calibration_batches, recalibrate
-from anycostfl.train import count_correct
+from anycostfl.state import tensors_of
 
 TOLERANCE = 1e-4
 """The most by which a logit of an exported file may differ from PyTorch's."""
@@ -405,7 +405,7 @@ def save_widths(folder: Path, widths: Sequence[Width]) -> Path:
     """Keep what was measured in the run directory, for its report."""
     path = folder / WIDTHS
     try:
-        write_whole(path, (json.dumps([asdict(w) for w in widths], indent=1) + "\n").encode())
+        atomic_write(path, (json.dumps([asdict(w) for w in widths], indent=1) + "\n").encode())
     except OSError as error:
         raise ExportError(f"cannot write {path}: {error}") from error
     return path

@@ -30,7 +30,7 @@ class InUseError(AnycostError):
     """A folder that another process works on."""
 
 
-def write_whole(path: Path, content: bytes, *, secret: bool = False) -> None:
+def atomic_write(path: Path, content: bytes, *, secret: bool = False) -> None:
     """Write a file beside its place, then move it there: it is there whole or not at all.
 
     A secret is its owner's to read from the first byte on.
@@ -53,8 +53,8 @@ def refuse_special(path: Path) -> None:
         raise StorageError(f"{path} is there and is not a file; choose another name")
 
 
-def no_link(path: str | Path, flags: int) -> int:
-    """For `open(…, opener=no_link)`: no link is followed, no pipe waited for."""
+def open_nofollow(path: str | Path, flags: int) -> int:
+    """For `open(…, opener=open_nofollow)`: no link is followed, no pipe waited for."""
     try:
         descriptor = os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK, 0o666)
     except OSError as error:
@@ -69,13 +69,13 @@ def no_link(path: str | Path, flags: int) -> int:
 
 def read_file(path: Path, most: int = -1) -> bytes:
     """What a file holds, or the first bytes of it."""
-    with open(path, "rb", opener=no_link) as file:
+    with open(path, "rb", opener=open_nofollow) as file:
         return file.read(most)
 
 
 def append_line(path: Path, line: str) -> None:
     """Add a line to a file, which need not be there yet."""
-    with open(path, "a", opener=no_link) as file:
+    with open(path, "a", opener=open_nofollow) as file:
         file.write(line + "\n")
 
 
@@ -89,7 +89,7 @@ def sync(path: Path) -> None:
 
 
 @contextmanager
-def only_one(
+def exclusive_lock(
     folder: Path, then: str = GO_ON, *, name: str = LOCK, mark: str = ""
 ) -> Iterator[None]:
     """Keep other processes away from a folder; the lock goes when this one does, however it ends.
@@ -97,10 +97,10 @@ def only_one(
     Whoever is on the way out gets a moment to leave. Inside the lock stands the process, or a mark.
     """
     with writing_to(folder, then):
-        lock = open(folder / name, "a+", opener=no_link)  # noqa: SIM115 - closed below
+        lock = open(folder / name, "a+", opener=open_nofollow)  # noqa: SIM115 - closed below
     with lock:
         until = time.monotonic() + LEAVING_S
-        while not lock_of(lock):
+        while not try_lock(lock):
             if time.monotonic() > until:
                 lock.seek(0)
                 who = lock.read() or "another process"
@@ -113,7 +113,7 @@ def only_one(
         yield
 
 
-def lock_of(file: TextIO) -> bool:
+def try_lock(file: TextIO) -> bool:
     """Take the lock of an open file, unless another process holds it."""
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -1,47 +1,121 @@
-"""Within a round: what each device is told, what becomes of its reply, what it paid.
+"""One round on the server, as two pure halves: `open_round` before devices work, `close_round` after.
 
-The simulator and the Flower adapter call the same functions in the same order, so a seeded round
-gives the same global model in both.
+    open    sort channels, make the downlink's step, plan a strategy for every device, assign
+    close   check replies, aggregate what counts, record what everyone did and paid
+
+State goes in and comes out; nothing is kept here. Every random number of a round comes from a
+generator seeded by (seed, round, device, purpose), and payloads are aggregated in the order of the
+cohort, so neither the fleet nor the order of replies changes a result.
 """
 
 from __future__ import annotations
 
+import enum
 import hashlib
 import statistics
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
-from anycostfl import cost
-from anycostfl.aggregate import (
-    Contribution,
-    Rules,
-    agreements,
-    clip_bound,
-    clipped,
-    size_of,
-)
-from anycostfl.bench import Agreed, Bench
 from anycostfl.codec import check_codec
 from anycostfl.codec.frame import OVERHEAD
-from anycostfl.config import Config, identity
+from anycostfl.device import Job, Reply
 from anycostfl.errors import PayloadError
-from anycostfl.fleet import Cohort
-from anycostfl.methods import Method, State, Upload, elements
+from anycostfl.experiment import Experiment
+from anycostfl.methods import Method, Upload, elements
+from anycostfl.planning import cost
+from anycostfl.planning.cost import Devices, Workload
+from anycostfl.planning.draw import Cohort
+from anycostfl.planning.strategy import Binds, Reason, Strategies
+from anycostfl.records.checkpoint import MEMORY, Checkpoint
+from anycostfl.records.round import DeviceRecord, RoundRecord, Status
+from anycostfl.server.aggregate import Contribution, apply_moves
+from anycostfl.server.downlink import Ledger, Step, first_public, ledger_of
+from anycostfl.server.robust import agreements, clip_bound, clipped, combine, size_of
+from anycostfl.server.suspensions import Agreement, Suspensions, suspensions_after
 from anycostfl.shrink import Order, WidthPlan
-from anycostfl.types import (
-    Binds,
-    DeviceRecord,
-    Devices,
-    Reason,
-    Strategies,
-    Update,
-    Workload,
-)
-from anycostfl.workers import DeviceSide, Job, Purpose, Reply, draw_seed
+from anycostfl.state import State, Update
+
+MOST_DUPLICATES = 10  # further replies of a device in a round that are counted
+LONGEST_DETAIL = 300  # characters
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class ServerState:
+    """What the server knows between rounds.
+
+    `weights` are the global model's, `velocity` the optimizer's, `public` the model as devices know
+    it where the downlink is compressed, `moved` says from where each channel came since the first
+    round. `memories` are what simulated devices remember; real ones keep them.
+    """
+
+    rounds: int  # finished
+    weights: State
+    velocity: State = field(default_factory=dict)
+    public: State = field(default_factory=dict)
+    moved: Order = field(default_factory=dict)
+    memories: Mapping[int, State] = field(default_factory=dict)
+    suspensions: Suspensions = field(default_factory=Suspensions)
+    ledger: Ledger = field(default_factory=Ledger)
+
+    def checkpoint(self) -> Checkpoint:
+        """What has to be saved; the rest follows from the journal."""
+        kinds = {"model": self.weights, "velocity": self.velocity}
+        kinds |= {"public": self.public, "moved": self.moved}
+        memories = {f"{MEMORY}/{device}": state for device, state in self.memories.items()}
+        return Checkpoint(self.rounds, {**kinds, **memories})
+
+
+def first_state(experiment: Experiment) -> ServerState:
+    """Before the first round."""
+    public = first_public(experiment.net.module) if experiment.downlink else {}
+    return ServerState(0, experiment.initial_weights, public=public)
+
+
+def restored_state(
+    experiment: Experiment, point: Checkpoint, records: Sequence[RoundRecord]
+) -> ServerState:
+    """The state in a checkpoint, with what the journal says of the rounds before it."""
+    return ServerState(
+        rounds=point.rounds,
+        weights=point["model"],
+        velocity=point["velocity"],
+        public=point["public"],
+        moved=point["moved"],
+        memories=point.memories(),
+        suspensions=suspensions_after(records, experiment.config.gate),
+        ledger=ledger_of(records),
+    )
+
 
 # --- what the server tells each device ------------------------------------------------------------
+
+
+class Purpose(enum.IntEnum):
+    """What a device draws random numbers for; part of every seed, so never reuse a number."""
+
+    SHUFFLE = 101
+    QUANTIZE = 102
+
+
+def draw_seed(seed: int, round_index: int, device: int, purpose: Purpose) -> int:
+    """A 63-bit seed that no other (seed, round, device, purpose) shares."""
+    words = np.random.SeedSequence([seed, round_index, device, int(purpose)]).generate_state(2)
+    return int(words[0]) << 31 ^ int(words[1])
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Offers:
+    """The devices of a round, and what each can spend.
+
+    `drawn` is whom the draw would have chosen if nobody were suspended; `silent` are devices that
+    were chosen and did not say what they can afford.
+    """
+
+    cohort: Cohort
+    drawn: Sequence[int] = ()
+    silent: Sequence[int] = ()
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -55,134 +129,199 @@ class Assignment:
     upload: Upload
     seed: int
     weight: float
-    download: int  # bytes of the sub-model as it is
+    download: int  # bytes of the sub-model, uncompressed
 
-    def job(self, memories: Mapping[int, State], moved: Order, liars: Mapping[int, str]) -> Job:
-        """What the device has to know, and how it lies in an experiment with liars."""
-        memory, lie = memories.get(self.device), liars.get(self.device, "")
-        return Job(self.device, self.plan.alpha, self.upload, self.seed, memory, moved, lie)
+    def job(self, memory: State | None, moved: Order) -> Job:
+        """What the device has to know, with what it remembered."""
+        return Job(self.device, self.plan.alpha, self.upload, self.seed, memory, moved)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class RoundPlan:
+    """A round as planned: who takes part, with which strategy, and what each is told.
+
+    `model` is what sub-models are cut from; `step` leads to it from the last public model.
+    """
+
+    number: int
+    offers: Offers
+    strategies: Strategies
+    assignments: Sequence[Assignment]
+    model: State
+    moved: Order
+    step: Step | None = None
+
+
+def open_round(
+    experiment: Experiment, state: ServerState, offers: Offers
+) -> tuple[ServerState, RoundPlan]:
+    """Sort the channels (Sec. III-B.1), then plan what every device does (Sec. IV)."""
+    number, net = state.rounds, experiment.net
+    if experiment.method.sorts_channels:
+        order = net.sorting_order(state.weights)
+        state = replace(
+            state,
+            weights=net.permute(state.weights, order),
+            velocity=net.permute(state.velocity, order) if state.velocity else state.velocity,
+            moved={n: state.moved[n][new] if state.moved else new for n, new in order.items()},
+        )
+    else:
+        order = {}
+    step = None
+    if experiment.downlink:
+        step, public = experiment.downlink.make_step(state.weights, state.public, order, number)
+        state = replace(state, public=public)
+    devices = offers.cohort.devices
+    strategies = experiment.method.plan(devices, experiment.config.workload, experiment.limits)
+    assignments = assign(experiment, offers.cohort, strategies, number)
+    model = {**state.weights, **state.public}
+    return state, RoundPlan(number, offers, strategies, assignments, model, state.moved, step)
 
 
 def assign(
-    config: Config, side: DeviceSide, cohort: Cohort, strategies: Strategies, number: int
+    experiment: Experiment, cohort: Cohort, strategies: Strategies, number: int
 ) -> list[Assignment]:
     """One assignment for every device that can afford to take part."""
     able = np.flatnonzero(strategies.feasible)
     if not len(able):
         return []
-    method = config.method_of(config.run.method)
-    held = side.sample_counts()[cohort.index]  # of the split, not what devices claim
-    samples = held[able].astype(np.float64) if method.by_samples else np.ones(len(able))
+    method = experiment.method
+    samples = cohort.devices.samples[able] if method.by_samples else np.ones(len(able))
     weights = method.weigh(strategies.alpha[able], strategies.quality[able], samples)
     return [
-        _assign_one(config, side, strategies, number, (i, int(cohort.index[i]), weight))
+        _assign_one(experiment, cohort, strategies, number, (i, weight))
         for i, weight in zip(able.tolist(), weights.tolist(), strict=True)
     ]
 
 
 def _assign_one(
-    config: Config,
-    side: DeviceSide,
+    experiment: Experiment,
+    cohort: Cohort,
     strategies: Strategies,
     number: int,
-    who: tuple[int, int, float],
+    who: tuple[int, float],
 ) -> Assignment:
-    net, method = side.net, config.method_of(config.run.method)
-    position, device, weight = who
+    position, weight = who
+    net, config, device = experiment.net, experiment.config, int(cohort.index[position])
     plan = net.plan(float(strategies.alpha[position]))
-    trained = (name for name, p in net.module.named_parameters() if p.requires_grad)
-    shapes = {name: plan.shapes[name] for name in trained}
+    shapes = {name: plan.shapes[name] for name in experiment.trained}
     # α·β·S bits, whatever share of the parameters the sub-model really has.
     share = float(strategies.beta[position])
     bits = plan.alpha * share * config.workload.size_bits
-    upload = Upload(  # what is not compressed at all may be a little longer than its α says
+    upload = Upload(  # an uncompressed update may be a little longer than its α says
         beta=1.0 if share == 1 else min(1.0, bits / (32 * elements(shapes))),
         seed=draw_seed(config.run.seed, number, device, Purpose.QUANTIZE),
-        binding=binding(config, number, device, plan),
-        blocks=net.blocks(),
-        codec=method.codec,
-        feedback=method.feedback,
+        binding=payload_binding(experiment.fingerprint, number, device, plan),
+        blocks=experiment.blocks,
+        codec=experiment.method.codec,
     )
     shuffle = draw_seed(config.run.seed, number, device, Purpose.SHUFFLE)
     return Assignment(position, device, plan, shapes, upload, shuffle, weight, net.bytes_of(plan))
 
 
-def binding(config: Config, number: int, device: int, plan: WidthPlan) -> bytes:
+def payload_binding(fingerprint: str, number: int, device: int, plan: WidthPlan) -> bytes:
     """What a payload belongs to: run, round, device and plan."""
-    what = (identity(config), number, device, sorted(plan.widths.items()))
+    what = (fingerprint, number, device, sorted(plan.widths.items()))
     return hashlib.blake2s(repr(what).encode()).digest()
 
 
-# --- what comes back ------------------------------------------------------------------------------
-
-DUPLICATE = "duplicate: it had replied in this round already"
-MOST_SURPLUS = 10  # further replies of a device in a round that are written down
-LONGEST_REASON = 300  # characters
+# --- what becomes of the replies ------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Outcome:
-    """What became of an assignment: its reply, "ok" or why it does not count, the update's size.
+    """What became of an assignment: its reply, its status, the update's size.
 
-    `surplus` says why further replies of the same device are refused, `agreement` how far the
-    update points where the others' do.
+    `duplicates` counts further replies of the same device, `agreement` is how far the update points
+    where the others' do.
     """
 
     assignment: Assignment
     reply: Reply
-    status: str
+    status: Status
+    cause: str = ""
+    detail: str = ""
     size: float = 0.0
-    surplus: tuple[str, ...] = ()
+    duplicates: int = 0
     agreement: float | None = None
+
+
+def close_round(
+    experiment: Experiment,
+    state: ServerState,
+    plan: RoundPlan,
+    replies: Iterable[Reply],
+    *,
+    min_replies: int = 1,
+) -> tuple[ServerState, RoundRecord]:
+    """Move the global model by the updates that count (Sec. III-D), and record the round."""
+    method, rules = experiment.method, experiment.config.aggregation
+    outcomes = receive(method, plan.assignments, replies)
+    outcomes = exclude(experiment, state, _enough(outcomes, min_replies))
+    moves = combine(state.weights, accepted(experiment, outcomes), rules)
+    weights, velocity = apply_moves(state.weights, moves, experiment.optimizer, state.velocity)
+
+    devices = describe(experiment, state, plan, outcomes)
+    devices += _silent(plan.offers.silent)
+    devices += state.suspensions.records(plan.offers.drawn, plan.number)
+    record = RoundRecord(plan.number, None, devices, plan.step.size if plan.step else 0)
+    state = replace(
+        state,
+        rounds=plan.number + 1,
+        weights=weights,
+        velocity=velocity,
+        suspensions=state.suspensions.after(record, experiment.config.gate),
+        ledger=state.ledger.after(record),
+    )
+    return state, record
 
 
 def receive(
     method: Method, assignments: Sequence[Assignment], replies: Iterable[Reply]
 ) -> list[Outcome]:
-    """The gate: check replies as they come against what each device was told.
+    """The gate: check replies as they arrive against what each device was told.
 
     The first reply of a device counts, if any does; outcomes are in the order of the assignments.
     """
-    told = {a.device: a for a in assignments}
+    assigned = {a.device: a for a in assignments}
     found: dict[int, Outcome] = {}
     for reply in replies:
         first = found.get(reply.device)
         if first is None:
-            found[reply.device] = _check(method, told[reply.device], reply)
-        elif len(first.surplus) < MOST_SURPLUS:
-            found[reply.device] = replace(first, surplus=(*first.surplus, DUPLICATE))
+            found[reply.device] = _check(method, assigned[reply.device], reply)
+        elif first.duplicates < MOST_DUPLICATES:
+            found[reply.device] = replace(first, duplicates=first.duplicates + 1)
     return [found[a.device] for a in assignments]
 
 
 def _check(method: Method, assignment: Assignment, reply: Reply) -> Outcome:
-    if reply.missing:
-        return Outcome(assignment, reply, _words("missing", reply.missing))
-    if reply.error:
-        return Outcome(assignment, reply, _words("failed", reply.error))
-    if reply.unreadable:
-        return Outcome(assignment, reply, _words("refused: unreadable", reply.unreadable))
+    told: tuple[tuple[str, Status, str], ...] = (
+        (reply.missing, Status.MISSING, ""),
+        (reply.error, Status.FAILED, ""),
+        (reply.unreadable, Status.REFUSED, "unreadable"),
+    )
+    for text, status, cause in told:
+        if text:
+            return Outcome(assignment, reply, status, cause, one_line(text))
     try:
         _check_length(assignment, reply.payload)
         check_codec(reply.payload, assignment.upload.codec)
-        return Outcome(assignment, reply, "ok", size_of(_decode(method, assignment, reply)))
+        size = size_of(_decode(method, assignment, reply))
     except PayloadError as error:
-        return Outcome(assignment, reply, _words(f"refused: {error.cause}", str(error)))
+        return Outcome(assignment, reply, Status.REFUSED, error.cause, one_line(str(error)))
+    return Outcome(assignment, reply, Status.OK, size=size)
 
 
 def _check_length(assignment: Assignment, payload: bytes) -> None:
-    """Nobody has leave to send more than was planned, frame and all."""
+    """No device may send more than was planned, frame included."""
     most = OVERHEAD + int(assignment.upload.beta * 4 * elements(assignment.shapes))
     if len(payload) > most:
         raise PayloadError(f"a payload of this plan has at most {most} bytes, not {len(payload)}")
 
 
-def _words(begin: str, text: str) -> str:
-    return f"{begin}: {one_line(text)}"
-
-
 def one_line(text: str) -> str:
-    """What a device made us say, cut to one line of a sane length that no terminal obeys."""
-    line = " ".join(text[:LONGEST_REASON].split())
+    """Text from a device on one line of bounded length, without control characters."""
+    line = " ".join(text[:LONGEST_DETAIL].split())
     return "".join(letter if letter.isprintable() else "\ufffd" for letter in line)
 
 
@@ -190,91 +329,134 @@ def _decode(method: Method, assignment: Assignment, reply: Reply) -> Update:
     return method.decode(reply.payload, assignment.shapes, assignment.upload)
 
 
-def accepted(method: Method, outcomes: Sequence[Outcome], rules: Rules) -> Iterator[Contribution]:
-    """The updates that count, decoded once more, one at a time: the cohort never lies in memory."""
-    # Whoever is left out still counts for the median: fewer honest ones would shift it.
-    bound = clip_bound((o.size for o in outcomes), rules)
-    for outcome in outcomes:
-        if outcome.status != "ok":
-            continue
-        update = clipped(_decode(method, outcome.assignment, outcome.reply), bound)
-        yield Contribution(outcome.assignment.plan, update, outcome.assignment.weight)
-
-
-def screen(
-    method: Method, outcomes: Sequence[Outcome], rules: Rules, like: State, bench: Bench
-) -> list[Outcome]:
-    """Leave out devices that point away from the others, if the rules ask for it.
-
-    One round tells little when updates have become small, so all rounds of a device count. Two
-    alone cannot tell which of them lies.
-    """
-    usable = [o for o in outcomes if o.status == "ok"]
-    if not rules.agree or len(usable) <= 2:
+def _enough(outcomes: Sequence[Outcome], least: int) -> list[Outcome]:
+    """With too few usable replies, none is used."""
+    usable = sum(outcome.status is Status.OK for outcome in outcomes)
+    if usable >= least:
         return list(outcomes)
-    cosines = agreements(like, lambda: accepted(method, usable, rules))
-    usual = statistics.median(cosines)
-    found = {o.assignment.device: cosine for o, cosine in zip(usable, cosines, strict=True)}
+    why = f"{usable} usable replies, at least {least} needed"
     return [
-        _judge(o, found[o.assignment.device], usual, rules, bench) if o.status == "ok" else o
+        replace(o, status=Status.UNUSED, detail=why) if o.status is Status.OK else o
         for o in outcomes
     ]
 
 
-def _judge(outcome: Outcome, cosine: float, usual: float, rules: Rules, bench: Bench) -> Outcome:
-    """An update with its agreement, left out if all of its device's so far come to too little."""
-    seen = bench.agreed.get(outcome.assignment.device, Agreed()).with_round(cosine, usual)
-    known = replace(outcome, agreement=cosine)
-    if seen.usual <= 0 or seen.own >= rules.agree * seen.usual:
-        return known  # where nobody agrees with anybody, nobody can be told apart
-    share = seen.own / seen.usual
-    return replace(known, status=f"left out: agrees with the others {share:.2f} times as usual")
+def accepted(experiment: Experiment, outcomes: Sequence[Outcome]) -> Iterator[Contribution]:
+    """The updates that count, decoded again one at a time: the cohort is never in memory at once."""
+    # An excluded device still counts for the median: fewer honest ones would shift it.
+    bound = clip_bound((o.size for o in outcomes), experiment.config.aggregation)
+    for outcome in outcomes:
+        if outcome.status is Status.OK:
+            decoded = _decode(experiment.method, outcome.assignment, outcome.reply)
+            yield Contribution(
+                outcome.assignment.plan, clipped(decoded, bound), outcome.assignment.weight
+            )
+
+
+def exclude(
+    experiment: Experiment, state: ServerState, outcomes: Sequence[Outcome]
+) -> list[Outcome]:
+    """Exclude devices that point away from the others, if the rules ask for it.
+
+    One round says little when updates have become small, so all rounds of a device count. With two
+    updates nobody can say which is wrong.
+    """
+    least = experiment.config.aggregation.agree
+    usable = [o for o in outcomes if o.status is Status.OK]
+    if not least or len(usable) <= 2:
+        return list(outcomes)
+    cosines = agreements(state.weights, lambda: accepted(experiment, usable))
+    usual = statistics.median(cosines)
+    found = {o.assignment.device: cosine for o, cosine in zip(usable, cosines, strict=True)}
+    return [
+        _judge(o, found[o.assignment.device], usual, least, state.suspensions)
+        if o.status is Status.OK
+        else o
+        for o in outcomes
+    ]
+
+
+def _judge(
+    outcome: Outcome, cosine: float, usual: float, least: float, known: Suspensions
+) -> Outcome:
+    """An outcome with its agreement; excluded if all agreements of its device sum to too little."""
+    before = known.agreement.get(outcome.assignment.device, Agreement())
+    seen = before.with_round(cosine, usual)
+    outcome = replace(outcome, agreement=cosine)
+    if seen.usual <= 0 or seen.own >= least * seen.usual:
+        return outcome  # where no updates agree, none can be told apart
+    share = f"agrees with the others {seen.own / seen.usual:.2f} times as usual"
+    return replace(outcome, status=Status.EXCLUDED, detail=share)
+
+
+# --- what everyone did and paid -------------------------------------------------------------------
 
 
 def describe(
-    config: Config, cohort: Cohort, strategies: Strategies, outcomes: Sequence[Outcome]
+    experiment: Experiment, state: ServerState, plan: RoundPlan, outcomes: Sequence[Outcome]
 ) -> tuple[DeviceRecord, ...]:
     """What every device of the cohort did and paid: bytes as encoded, FLOPs as cut."""
     by_position = {outcome.assignment.position: outcome for outcome in outcomes}
-    return tuple(
-        _describe_device(config, cohort, strategies, i, by_position.get(i))
-        for i in range(len(cohort.index))
-    )
+    records = []
+    for i in range(len(plan.offers.cohort.index)):
+        record = _infeasible(plan, i)
+        if outcome := by_position.get(i):
+            done = _performed(record, plan, outcome, _downloaded(state, plan, outcome))
+            devices, workload = plan.offers.cohort.devices, experiment.config.workload
+            record = charge(done, devices, i, workload)
+        records.append(record)
+    return tuple(records)
 
 
-def _describe_device(
-    config: Config, cohort: Cohort, strategies: Strategies, i: int, outcome: Outcome | None
-) -> DeviceRecord:
-    devices = cohort.devices
-    known = DeviceRecord(
+def _infeasible(plan: RoundPlan, i: int) -> DeviceRecord:
+    """What is known of a device of the cohort before it does anything."""
+    cohort, devices = plan.offers.cohort, plan.offers.cohort.devices
+    return DeviceRecord(
         device=int(cohort.index[i]),
-        status=f"sat out: {Reason(int(strategies.reason[i]))}",
+        status=Status.INFEASIBLE,
+        cause=str(Reason(int(plan.strategies.reason[i]))),
         samples=int(devices.samples[i]),
         distance_m=float(cohort.distance_m[i]),
         rate_bps=float(devices.rate_bps[i]),
         budget_j=float(devices.energy_j[i]),
     )
-    if outcome is None:
-        return known
-    plan, chosen, payload = outcome.assignment.plan, strategies[i], outcome.reply.payload
-    done = replace(
-        known,
+
+
+def _performed(
+    record: DeviceRecord, plan: RoundPlan, outcome: Outcome, bytes_down: int
+) -> DeviceRecord:
+    """The same of a device that was given an assignment."""
+    assignment, reply, strategies = outcome.assignment, outcome.reply, plan.strategies
+    i = assignment.position
+    return replace(
+        record,
         status=outcome.status,
-        alpha=chosen.alpha,
-        beta=chosen.beta,
-        frequency_hz=chosen.frequency_hz,
-        gain=chosen.gain,
-        flops_ratio=plan.flops_ratio,
-        weight=outcome.assignment.weight,
-        bytes_up=len(payload),
-        bytes_down=outcome.assignment.download,
-        wire_bytes_up=outcome.reply.wire_bytes_up,
-        wire_bytes_down=outcome.reply.wire_bytes_down,
+        cause=outcome.cause,
+        detail=outcome.detail,
+        alpha=float(strategies.alpha[i]),
+        beta=float(strategies.beta[i]),
+        frequency_hz=float(strategies.frequency_hz[i]),
+        gain=float(strategies.gain[i]),
+        flops_ratio=assignment.plan.flops_ratio,
+        weight=assignment.weight,
+        bytes_up=len(reply.payload),
+        bytes_down=bytes_down,
+        wire_bytes_up=reply.wire_bytes_up,
+        wire_bytes_down=reply.wire_bytes_down,
         binds=tuple(Binds(int(strategies.binds[i])).words()),
-        surplus=outcome.surplus,
+        duplicates=outcome.duplicates,
         agreement=outcome.agreement,
     )
-    return charge(done, devices, i, config.workload)
+
+
+def _downloaded(state: ServerState, plan: RoundPlan, outcome: Outcome) -> int:
+    """Bytes that a device was sent: its sub-model, or the steps of the public model it missed."""
+    if outcome.reply.bytes_down is not None:
+        return outcome.reply.bytes_down
+    if plan.step is None:
+        return outcome.assignment.download
+    whole = 4 * sum(tensor.numel() for tensor in state.public.values())
+    return state.ledger.download(outcome.assignment.device, plan.step.size, whole)
 
 
 def charge(record: DeviceRecord, devices: Devices, i: int, workload: Workload) -> DeviceRecord:
@@ -289,3 +471,9 @@ def charge(record: DeviceRecord, devices: Devices, i: int, workload: Workload) -
         compute_j=float(cost.compute_energy_j(cycles, clock, here.energy_coefficient)[0]),
         upload_j=float(cost.upload_energy_j(np.array([upload_s]), here.power_w)[0]),
     )
+
+
+def _silent(devices: Sequence[int]) -> tuple[DeviceRecord, ...]:
+    """Records of devices that were chosen and never said what they can afford."""
+    why = "it did not say what it can afford"
+    return tuple(DeviceRecord(device, Status.MISSING, detail=why) for device in devices)

@@ -1,101 +1,72 @@
-"""A run as it goes: turns of rounds, written down one by one, stopped and taken up again.
+"""A run as it goes: begun in a folder, journalled round by round, stopped and resumed.
 
-Whoever plays the rounds (the simulator, Flower) yields turns; `keep` journals them and saves
-checkpoints, `take_up` says where an earlier run stopped.
+The round loop yields results; `journal` writes them down and saves checkpoints, `resume` opens a
+folder where an earlier run stopped.
 """
 
 from __future__ import annotations
 
-from collections.abc import Generator
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass
 from pathlib import Path
 
 from anycostfl import methods, models
-from anycostfl.bench import Bench, bench_of
 from anycostfl.config import Config, parse_config, to_toml
-from anycostfl.downlink import Ledger, ledger_of
 from anycostfl.errors import AnycostError
-from anycostfl.records import Checkpoint, RunWriter, SavedRun, open_run, read_own_files
+from anycostfl.loop import Rounds
+from anycostfl.records.round import RoundRecord, Status
+from anycostfl.records.run import RunWriter, SavedRun, open_run, read_own_files
 from anycostfl.registry import digest, own_files
-from anycostfl.types import RoundRecord
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Snapshot(Checkpoint):
-    """Everything the next round needs: what is saved, and what the journal says."""
-
-    bench: Bench = field(default_factory=Bench)
-    ledger: Ledger = field(default_factory=Ledger)
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Turn:
-    """A finished round, and where to go on from it."""
-
-    record: RoundRecord
-    after: Snapshot
-
-
-Turns = Generator[Turn, None, None]
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Stopped:
-    """A run that can go on: what was asked, what happened, where it stopped."""
+class Resumed:
+    """A run that can be resumed: what was asked, what was saved, and who writes it."""
 
     config: Config
-    records: list[RoundRecord]
-    start: Snapshot | None
+    saved: SavedRun
     writer: RunWriter
-    remarks: tuple[str, ...]
+
+    @property
+    def records(self) -> list[RoundRecord]:
+        """The rounds that are done."""
+        return list(self.saved.records)
 
 
-def check_engine(before: Stopped, *, simulated: bool) -> None:
-    """What updates left over lies in a simulated run's checkpoint, or with real devices.
+def check_engine(run: Resumed, *, simulated: bool) -> None:
+    """Residuals are in a simulated run's checkpoint, or with real devices.
 
-    So a run goes on where it began: elsewhere it would be forgotten.
+    So a run is resumed where it began: elsewhere they would be lost.
     """
-    if before.start is None:
+    point = run.saved.checkpoint
+    if point is None:
         return
-    config, folder, here = before.config, before.writer.folder, bool(before.start.memories)
+    config, folder, here = run.config, run.writer.folder, bool(point.memories())
     feedback = config.method_of(config.run.method).feedback
-    worked = any(d.status == "ok" for record in before.records for d in record.devices)
+    worked = any(d.status is Status.OK for r in run.saved.records for d in r.devices)
     if simulated and not here and worked and feedback:
         raise AnycostError(
-            f"the devices of {folder} keep what their updates left over, the simulator cannot go "
-            "on without; use --engine flower, or anycostfl serve"
+            f"the devices of {folder} keep their residuals, and the simulator cannot resume it "
+            "without them; use --engine flower, or anycostfl serve"
         )
     if here and not simulated:
         raise AnycostError(
-            f"{folder} was simulated, and what updates left over lies in its checkpoint; go on "
-            f"with: anycostfl run --resume {folder}"
+            f"{folder} was simulated, and the residuals are in its checkpoint; resume it with: "
+            f"anycostfl run --resume {folder}"
         )
 
 
-def take_up(folder: Path) -> Stopped:
-    """Open a run directory to go on from its newest whole checkpoint."""
+def resume(folder: Path) -> Resumed:
+    """Open a run directory at its newest intact checkpoint."""
 
     def check(saved: SavedRun) -> None:
         check_files(folder, parse_config(saved.config, str(folder)))
 
     saved, writer = open_run(folder, check)
-    config, point = parse_config(saved.config, str(folder)), saved.checkpoint
-    start = None
-    if point is not None:
-        kept = {item.name: getattr(point, item.name) for item in fields(point)}
-        bench, ledger = bench_of(saved.records, config.gate), ledger_of(saved.records)
-        start = Snapshot(**kept, bench=bench, ledger=ledger)
-    return Stopped(
-        config=config,
-        records=list(saved.records),
-        start=start,
-        writer=writer,
-        remarks=saved.remarks,
-    )
+    return Resumed(parse_config(saved.config, str(folder)), saved, writer)
 
 
 def begin(folder: Path, config: Config) -> RunWriter:
-    """Start a run directory that knows the files its rounds depend on."""
+    """Start a run directory that records the files its rounds depend on."""
     return RunWriter.create(folder, to_toml(config), files_of(config))
 
 
@@ -107,33 +78,33 @@ def files_of(config: Config) -> dict[str, str]:
 
 
 def check_files(folder: Path, config: Config) -> None:
-    """Refuse to go on with another method, model, data or profile than a run began with."""
+    """Refuse to resume with another method, model, data or profile than a run began with."""
     then, given = read_own_files(folder), files_of(config)
     now = {**own_files(), **given}
     own = (methods.file_of(config.run.method), models.file_of(config.model.name))
     for file in (*own, *(name for name in given if name in then)):
         if then.get(file) != now.get(file):
             raise AnycostError(
-                f"{folder.name} was begun with another {file}; put that one back, or begin anew "
-                "elsewhere"
+                f"{folder.name} was begun with another {file}; restore that one, or begin a new "
+                "run elsewhere"
             )
 
 
-def keep(turns: Turns, config: Config, writer: RunWriter) -> Turns:
-    """Hand on each turn after journalling it; save checkpoints when due, and when stopped early."""
+def journal(rounds: Rounds, config: Config, writer: RunWriter) -> Rounds:
+    """Pass on each round after journalling it; save checkpoints when due, and when stopped."""
     latest, saved = None, 0
-    with writer.alone():
+    with writer.exclusive():
         try:
-            for turn in turns:
-                writer.append(turn.record)
-                latest = turn.after
+            for result in rounds:
+                writer.append(result.record, result.seconds)
+                latest = result.state
                 done = latest.rounds
                 if done % config.run.checkpoint_every == 0 or done == config.run.rounds:
-                    writer.checkpoint(latest)
+                    writer.checkpoint(latest.checkpoint())
                     saved = done
-                yield turn
+                yield result
         except (KeyboardInterrupt, GeneratorExit):
-            turns.close()
+            rounds.close()
             if latest is not None and latest.rounds > saved:
-                writer.checkpoint(latest)
+                writer.checkpoint(latest.checkpoint())
             raise

@@ -1,71 +1,48 @@
-"""The round (Sec. III-A), top to bottom: sort, plan, shrink, train, compress, aggregate.
-
-`play` is the paper's algorithm; `server.py` and `rounds.py` are the server's half of a round,
-`workers.py` is the devices'. Every random number of a round comes from a generator seeded by
-(seed, round, device, purpose), and payloads are aggregated in the order of the cohort, so that
-neither the number of workers nor their order changes a result.
-"""
+"""Simulated experiments: the round loop on a fleet that lives on this machine."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import nullcontext
+from functools import partial
 
-from anycostfl import attacks
-from anycostfl.config import Config, profiles_of
-from anycostfl.experiment import settle
-from anycostfl.fleet import choose, draw_cohort
-from anycostfl.methods import State
-from anycostfl.rounds import receive
-from anycostfl.runs import Snapshot, Turn, Turns
-from anycostfl.server import Server
-from anycostfl.types import RoundRecord
-from anycostfl.workers import count_workers, one_thread, open_executor
+from anycostfl.config import Config
+from anycostfl.device import cores
+from anycostfl.errors import ConfigError
+from anycostfl.experiment import build_experiment, load_data, resolve, split
+from anycostfl.fleets.pool import Pool
+from anycostfl.fleets.simulated import Holdings, SimulatedFleet
+from anycostfl.loop import Rounds, run_rounds
+from anycostfl.records.round import RoundRecord
+from anycostfl.records.run import SavedRun
+from anycostfl.rounds import restored_state
 
 
 def run(config: Config, *, workers: int = 1) -> Iterator[RoundRecord]:
     """Simulate an experiment, one record per round."""
-    for turn in play(config, workers=workers):
-        yield turn.record
+    for result in simulate(config, workers=workers):
+        yield result.record
 
 
-def play(config: Config, *, workers: int = 1, start: Snapshot | None = None) -> Turns:
-    """The training procedure of the paper; data and model are loaded at once, before any round."""
-    server = Server(settle(config), start)
-    if count_workers(workers) > 1:
-        server.side.shared.in_shared_memory()
-    return _play(server, workers, dict(start.memories) if start else {})
+def simulate(config: Config, *, workers: int = 1, start: SavedRun | None = None) -> Rounds:
+    """The rounds of a simulated experiment; data and model are loaded at once, before any round."""
+    workers, config = count_workers(workers), resolve(config)
+    dataset = load_data(config)
+    experiment = build_experiment(config, dataset)
+    parts = split(config.data, config.fleet.devices, config.run.seed, dataset)
+    point = start.checkpoint if start else None
+    fleet = SimulatedFleet(
+        experiment,
+        Holdings.of(dataset, parts),
+        memories=point.memories() if point else {},
+        executor=partial(Pool, config, workers) if workers > 1 else nullcontext,
+    )
+    state = restored_state(experiment, point, start.records) if start and point else None
+    return run_rounds(experiment, fleet, state)
 
 
-def _play(server: Server, workers: int, memories: dict[int, State]) -> Turns:
-    """Round after round."""
-    config, side = server.config, server.side
-    profiles = profiles_of(config.fleet)
-    everyone = range(config.fleet.devices)
-    liars = attacks.liars(config.attack, config.fleet.devices, config.run.seed)
-
-    with open_executor(side, workers) as executor:
-        for number in range(server.first, config.run.rounds):
-            with one_thread():
-                server.begin(number)
-                cohort = draw_cohort(
-                    config.fleet,
-                    seed=config.run.seed,
-                    round_index=number,
-                    samples=side.sample_counts(),
-                    profiles=profiles,
-                    ready=server.bench.free(everyone, number),
-                )
-                drawn = choose(config.fleet, everyone, seed=config.run.seed, round_index=number)
-                planned = server.plan(number, cohort, drawn.tolist())
-
-                with server.showing():
-                    jobs = [a.job(memories, server.moved, liars) for a in planned.assignments]
-                    replies = executor.perform(jobs)
-                    outcomes = receive(server.method, planned.assignments, replies)
-                outcomes = server.absorb(outcomes)
-                memories |= {o.reply.device: o.reply.memory for o in outcomes if o.reply.memory}
-
-                accuracy = server.accuracy(number, executor)
-                downloads = server.downloads(cohort)
-                record = server.close(planned, outcomes, accuracy, downloads=downloads)
-            yield Turn(record, server.snapshot(number, memories))
+def count_workers(asked: int) -> int:
+    """How many processes to use; 0 means one per core."""
+    if asked < 0:
+        raise ConfigError([f"workers: given {asked}, must be 0 (one per core) or more"])
+    return asked or cores()

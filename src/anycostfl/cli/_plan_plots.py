@@ -12,9 +12,10 @@ import numpy.typing as npt
 
 from anycostfl.checks import FloatArray
 from anycostfl.config import Config
-from anycostfl.fleet import channel_rate_bps
+from anycostfl.planning.cost import Devices, make_devices
+from anycostfl.planning.draw import channel_rate_bps
+from anycostfl.planning.strategy import Strategies
 from anycostfl.report.figures import new_figure, save
-from anycostfl.types import Devices, Strategies, make_devices
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

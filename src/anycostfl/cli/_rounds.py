@@ -17,24 +17,24 @@ from anycostfl.cli._console import emit_json, note, out, say, table
 from anycostfl.config import Config
 from anycostfl.errors import ConfigError, MissingExtraError
 from anycostfl.files import writing_to
-from anycostfl.records import ELSEWHERE, PAGE, bill_of
+from anycostfl.records.round import RoundRecord, Status, total
+from anycostfl.records.run import ELSEWHERE, PAGE
 from anycostfl.report import draw_curves, summarise, write_page
-from anycostfl.runs import Stopped, check_engine, take_up
-from anycostfl.types import RoundRecord
+from anycostfl.runs import Resumed, check_engine, resume
 
 WHAT_WOULD_DO = (
-    "`anycostfl plan PRESET` says what budgets would do (fleet.latency_s, fleet.energy_min_j, "
+    "`anycostfl plan PRESET` says what budgets would suffice (fleet.latency_s, fleet.energy_min_j, "
     "fleet.energy_max_j; of real devices --latency-s and --energy-j of `join`)"
 )
 
 MISHAPS = {
-    "devices_sat_out": "sat out",
+    "devices_sat_out": "infeasible",
     "devices_failed": "failed",
     "updates_refused": "refused",
     "refused_because": "because of",
-    "updates_left_out": "left out",
-    "devices_benched": "devices benched",
-    "rounds_benched": "rounds benched",
+    "updates_left_out": "excluded",
+    "devices_benched": "devices suspended",
+    "rounds_benched": "rounds suspended",
 }
 
 
@@ -51,27 +51,26 @@ def free_folder(name: str) -> Path:
         return folder
 
 
-def go_on(
+def resume_run(
     folder: Path, rounds: int | None, besides: Mapping[str, object], *, simulated: bool
-) -> Stopped:
-    """A run as it is to go on where it was played before, to so many rounds if that is said.
+) -> Resumed:
+    """A run to resume where it ran before, perhaps extended to more rounds.
 
-    What else was given besides is refused.
+    Other options that were given are refused.
     """
     if given := [option for option, value in besides.items() if value]:
         raise ConfigError(
-            [f"--resume takes the run as it is, without {', '.join(given)}; --rounds says how long "
-             "it goes on"]
-        )  # fmt: skip
-    before = take_up(folder)
+            [f"--resume takes the run as it is, without {', '.join(given)}; --rounds extends it"]
+        )
+    run = resume(folder)
     if rounds is not None:
-        if rounds < len(before.records):
-            raise ConfigError([f"--rounds: given {rounds}, allowed {len(before.records)} or more"])
-        run = replace(before.config.run, rounds=rounds)
-        before = replace(before, config=replace(before.config, run=run))
-    check_engine(before, simulated=simulated)
-    note(*before.remarks)
-    return before
+        if rounds < len(run.records):
+            raise ConfigError([f"--rounds: given {rounds}, must be >= {len(run.records)}"])
+        longer = replace(run.config.run, rounds=rounds)
+        run = replace(run, config=replace(run.config, run=longer))
+    check_engine(run, simulated=simulated)
+    note(*run.saved.remarks)
+    return run
 
 
 def follow(
@@ -125,12 +124,12 @@ def _progress(config: Config, first: int, *, quiet: bool) -> Iterator[Show]:
 
 
 def _line(done: Sequence[RoundRecord], seconds: float, *, short: bool = False) -> str:
-    bill = bill_of(done)
+    spent = total(done)
     accuracy = next((r.accuracy for r in reversed(done) if r.accuracy is not None), None)
     shown = "  –  " if accuracy is None else f"{100 * accuracy:5.2f} %"
     line = (
-        f"accuracy {shown}  {bill.latency_s / 60:6.2f} min  {bill.energy_j / 1e3:7.3f} kJ  "
-        f"{bill.bytes_up / 1e6:7.1f} MB up  {seconds:5.1f} s/round"
+        f"accuracy {shown}  {spent.latency_s / 60:6.2f} min  {spent.energy_j / 1e3:7.3f} kJ  "
+        f"{spent.bytes_up / 1e6:7.1f} MB up  {seconds:5.1f} s/round"
     )
     return line if short else f"round {len(done):4d}  {line}"
 
@@ -160,14 +159,14 @@ def conclude(
 
 def nothing_learnt(records: Sequence[RoundRecord]) -> str:
     """Why the model is as it was at first, if no update ever counted."""
-    reasons = Counter(d.status for record in records for d in record.devices)
-    if not reasons or reasons["ok"]:
+    devices = [d for record in records for d in record.devices]
+    if not devices or any(d.status is Status.OK for d in devices):
         return ""
-    (reason, times), drawn = reasons.most_common(1)[0], reasons.total()
-    remedy = f"; {WHAT_WOULD_DO}" if reason.startswith("sat out") else ""
+    (reason, times) = Counter(d.explained for d in devices).most_common(1)[0]
+    remedy = f"; {WHAT_WOULD_DO}" if reason.startswith(Status.INFEASIBLE) else ""
     return (
-        f"nothing was learnt: of {drawn} devices drawn, none took part to the end; most often "
-        f"({times} times) {reason}{remedy}"
+        f"nothing was learnt: of {len(devices)} devices drawn, none sent an update that counts; "
+        f"most often ({times} times) {reason}{remedy}"
     )
 
 

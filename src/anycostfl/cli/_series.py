@@ -13,26 +13,33 @@ from typing import Annotated
 import typer
 
 from anycostfl.cli._console import emit_json, err, out, say, table
-from anycostfl.compare import TRIAL, Case, CompareError, Records, Series
 from anycostfl.config import Config, load_preset
 from anycostfl.errors import ConfigError
-from anycostfl.experiment import settle
-from anycostfl.files import no_link, only_one, writing_to
-from anycostfl.workers import count_workers
+from anycostfl.evaluation.compare import TRIAL, Case, CompareError, Records, Series
+from anycostfl.experiment import resolve
+from anycostfl.files import exclusive_lock, open_nofollow, writing_to
+from anycostfl.simulate import count_workers
 
 EVERY = 10  # rounds between two lines of progress
 OTHERWISE, AGAIN = "Choose another --out", "The same command tries again"
 
 Target = Annotated[float | None, typer.Option(help="Accuracy to reach, else as the preset says")]
-Rounds = Annotated[int | None, typer.Option(help="At most so many, else as the preset says")]
-Rates = Annotated[str, typer.Option(help="Learning rates to try each, with commas")]
+Rounds = Annotated[int | None, typer.Option(help="At most this many, else as the preset says")]
+Rates = Annotated[
+    str,
+    typer.Option("--learning-rates", "--rates", help="Learning rates to try, separated by commas"),
+]
 Trial = Annotated[
     int | None,
-    typer.Option(min=1, help=f"Rounds after which one of --rates is judged; {TRIAL} if not given"),
+    typer.Option(
+        min=1, help=f"Rounds after which one of --learning-rates is judged; {TRIAL} if not given"
+    ),
 ]
 OutDir = Annotated[Path | None, typer.Option("--out", help="Folder of all runs")]
 Workers = Annotated[int, typer.Option(help="Processes; 0 is one per core")]
-Background = Annotated[bool, typer.Option("--background", help="Return at once, go on alone")]
+Background = Annotated[
+    bool, typer.Option("--background", help="Return at once, run in the background")
+]
 OnlyShow = Annotated[bool, typer.Option("--show", help="Only show what is done")]
 
 
@@ -43,7 +50,7 @@ def asked(
     changes = list(overrides or [])
     changes += [f"run.target_accuracy={target}"] if target is not None else []
     changes += [f"run.rounds={rounds}"] if rounds is not None else []
-    return settle(load_preset(preset, changes))
+    return resolve(load_preset(preset, changes))
 
 
 def sets_method(overrides: Sequence[str] | None) -> bool:
@@ -54,12 +61,12 @@ def sets_method(overrides: Sequence[str] | None) -> bool:
 def series_in(
     folder: Path, workers: int, tried: tuple[str, int | None], *, only_show: bool, quiet: bool
 ) -> Series:
-    """The runs of a folder as the options ask for them; `tried` are --rates and --trial."""
-    rates, trial = numbers_of(tried[0], "--rates"), tried[1]
+    """The runs of a folder as the options ask for them; `tried` are --learning-rates and --trial."""
+    rates, trial = numbers_of(tried[0], "--learning-rates"), tried[1]
     if trial is not None and not rates:
-        raise ConfigError(["--trial: only with --rates"])
+        raise ConfigError(["--trial: only with --learning-rates"])
     if wrong := [rate for rate in rates if not 0 < rate < math.inf]:
-        raise ConfigError([f"--rates: given {rate:g}, allowed above 0" for rate in wrong])
+        raise ConfigError([f"--learning-rates: given {rate:g}, must be > 0" for rate in wrong])
     return Series(
         folder,
         count_workers(workers),
@@ -111,21 +118,21 @@ def working_on(series: Series) -> Iterator[None]:
     try:
         with writing_to(folder, OTHERWISE):
             folder.mkdir(parents=True, exist_ok=True)
-        with only_one(folder) if series.play else nullcontext():
+        with exclusive_lock(folder) if series.play else nullcontext():
             yield
     except KeyboardInterrupt:
-        err.print("Stopped. The same command goes on.")
+        err.print("Stopped. The same command resumes.")
         raise typer.Exit(130) from None
 
 
-def go_on_alone(series: Series, *, json: bool) -> None:
-    """Start the same command without --background, detached, its words in a file."""
+def run_in_background(series: Series, *, json: bool) -> None:
+    """Start the same command without --background, detached, its output in a file."""
     if not series.play:
         raise ConfigError(["--background: not with --show, which plays nothing"])
     folder = series.folder
     with writing_to(folder, OTHERWISE):
         folder.mkdir(parents=True, exist_ok=True)
-        log = open(folder / "log.txt", "a", opener=no_link)  # noqa: SIM115 - closed below
+        log = open(folder / "log.txt", "a", opener=open_nofollow)  # noqa: SIM115 - closed below
     again = [word for word in sys.argv[1:] if word != "--background"]
     with log:
         process = subprocess.Popen(  # noqa: S603 - this very program
@@ -138,7 +145,7 @@ def go_on_alone(series: Series, *, json: bool) -> None:
     if json:
         emit_json({"process": process.pid, "log": str(folder / "log.txt")})
     else:
-        err.print(f"Process {process.pid} goes on alone; its words are in {folder / 'log.txt'}")
+        err.print(f"Process {process.pid} runs in the background; see {folder / 'log.txt'}")
 
 
 def show(title: str, header: Sequence[str], cells: Sequence[Sequence[str]]) -> None:

@@ -25,14 +25,16 @@ from anycostfl.cli._series import (
     Trial,
     Workers,
     asked,
-    go_on_alone,
     names_of,
+    run_in_background,
     series_in,
     sets_method,
     show,
     working_on,
 )
-from anycostfl.compare import (
+from anycostfl.config import Config, load_preset, preset_names
+from anycostfl.errors import AnycostError, ConfigError, MissingExtraError
+from anycostfl.evaluation.compare import (
     HEADER,
     Enough,
     Records,
@@ -48,9 +50,7 @@ from anycostfl.compare import (
     to_curves,
     to_markdown,
 )
-from anycostfl.config import Config, load_preset, preset_names
-from anycostfl.errors import AnycostError, ConfigError, MissingExtraError
-from anycostfl.files import write_whole, writing_to
+from anycostfl.files import atomic_write, writing_to
 from anycostfl.report import draw_curves
 
 Runs = Mapping[str, Sequence[tuple[Config, Records]]]
@@ -77,7 +77,7 @@ def compare(
 ) -> None:
     """Run every method to a target accuracy; what is done already is not repeated.
 
-    With --rates, each method is tried at every rate (all for a quarter of --trial rounds, the
+    With --learning-rates, each method is tried at every rate (all for a quarter of --trial rounds, the
     better half for half of it, and so on; larger ones too, while the largest is the best) and goes
     on with the one that did best. Ctrl-C stops cleanly; the same command goes on. The table shows
     all methods that have runs in the folder.
@@ -94,7 +94,7 @@ def compare(
     enough = lasted(config.run.rounds) if full else reached(goal)
     series = series_in(folder, workers, (rates, trial), only_show=only_show, quiet=json)
     if background:
-        go_on_alone(series, json=json)
+        run_in_background(series, json=json)
         return
     with working_on(series):
         played = {m: _runs_of(series, config, m, seeds, enough) for m in chosen}
@@ -137,9 +137,9 @@ def _write(stem: Path, rows: Sequence[Row], runs: Runs, cells: Sequence[Sequence
     """The table, its figures unrounded, the curves and their picture."""
     first = {method: list(of[0][1]) for method, of in runs.items()}
     with writing_to(stem.parent, AGAIN):
-        write_whole(stem.with_suffix(".md"), to_markdown(HEADER, cells).encode())
-        write_whole(stem.with_suffix(".csv"), to_csv(rows).encode())
-        write_whole(stem.with_suffix(".curves.csv"), to_curves(runs).encode())
+        atomic_write(stem.with_suffix(".md"), to_markdown(HEADER, cells).encode())
+        atomic_write(stem.with_suffix(".csv"), to_csv(rows).encode())
+        atomic_write(stem.with_suffix(".curves.csv"), to_curves(runs).encode())
         with suppress(MissingExtraError):
             draw_curves(first, stem.with_suffix(".png"))
 

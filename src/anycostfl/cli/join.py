@@ -16,9 +16,9 @@ from anycostfl.cli._console import err
 from anycostfl.cli._flower import need_flower
 from anycostfl.cli._options import PROFILES
 from anycostfl.config import load_profile
+from anycostfl.device import cores
 from anycostfl.errors import ConfigError
 from anycostfl.profile.network import parse_address
-from anycostfl.workers import cores
 
 
 def join(

@@ -20,7 +20,7 @@ from anycostfl.cli import _plan_plots
 from anycostfl.cli._console import Json, emit_json, out, say, table
 from anycostfl.cli._options import PRESETS, PROFILES, Overrides
 from anycostfl.cli._plan_plots import Planned
-from anycostfl.types import Binds, Reason
+from anycostfl.planning.strategy import Binds, Reason
 
 USUAL = "fmnist-iid"
 COLUMNS = (">#", ">m", ">kbit/s", ">≤ J", ">α", ">β", ">GHz", ">s", ">J", ">gain", "binds")

@@ -9,7 +9,7 @@ import typer
 
 from anycostfl.cli._console import Json, emit_json, note, out, say, table
 from anycostfl.cli._rounds import MISHAPS, counted
-from anycostfl.records import PAGE
+from anycostfl.records.run import PAGE
 from anycostfl.report import write_page
 
 SHOWN = (

@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from anycostfl.attacks import check_honest
 from anycostfl.cli._console import Json, out, say, table
 from anycostfl.cli._flower import hush_flower, need_flower
 from anycostfl.cli._options import MaybePreset, Overrides
@@ -20,9 +19,10 @@ from anycostfl.cli._rounds import conclude, follow, free_folder, go_on
 from anycostfl.config import Config, load_preset, to_toml
 from anycostfl.errors import ConfigError
 from anycostfl.experiment import prepare
-from anycostfl.records import RunWriter
+from anycostfl.fleets.attackers import check_honest
+from anycostfl.records.round import RoundRecord
+from anycostfl.records.run import RunWriter
 from anycostfl.runs import begin
-from anycostfl.types import RoundRecord
 
 if TYPE_CHECKING:
     from anycostfl.flower.link import Serving

@@ -28,15 +28,17 @@ from anycostfl.cli._series import (
     Trial,
     Workers,
     asked,
-    go_on_alone,
     names_of,
     numbers_of,
+    run_in_background,
     series_in,
     sets_method,
     show,
     working_on,
 )
-from anycostfl.compare import (
+from anycostfl.config import Config
+from anycostfl.errors import ConfigError, MissingExtraError
+from anycostfl.evaluation.compare import (
     Series,
     Spent,
     as_bounds,
@@ -45,11 +47,17 @@ from anycostfl.compare import (
     nothing_in,
     to_markdown,
 )
-from anycostfl.config import Config
-from anycostfl.errors import ConfigError, MissingExtraError
-from anycostfl.files import write_whole, writing_to
+from anycostfl.evaluation.sweep import (
+    KINDS,
+    SPREADS,
+    WIDTHS,
+    ablation,
+    attacks,
+    heterogeneity,
+    widths,
+)
+from anycostfl.files import atomic_write, writing_to
 from anycostfl.report import draw_bars, draw_lines
-from anycostfl.sweep import KINDS, SPREADS, WIDTHS, ablation, attacks, heterogeneity, widths
 
 X_LABELS = {
     "compute": "standard deviation of ε, 1e-27",
@@ -60,7 +68,7 @@ FOR = {
     "--methods": ("compute", "radio", "widths"),
     "--values": ("compute", "radio"),
     "--target": ("ablation", "compute", "radio"),
-    "--rates": ("ablation", "compute", "radio", "widths"),
+    "--learning-rates": ("ablation", "compute", "radio", "widths"),
     "--set run.method": ("attacks",),
 }
 """Which sweeps look at an option."""
@@ -105,7 +113,11 @@ def sweep(
     """
     if kind not in KINDS:
         raise ConfigError([f"sweep: given {kind!r}, allowed {', '.join(KINDS)}"])
-    given: dict[str, object] = {"--methods": method_names, "--values": values, "--rates": rates}
+    given: dict[str, object] = {
+        "--methods": method_names,
+        "--values": values,
+        "--learning-rates": rates,
+    }
     given |= {"--target": target is not None, "--set run.method": sets_method(set_)}
     _check_options(kind, given)
     config = asked(preset, set_, target, rounds)
@@ -114,7 +126,7 @@ def sweep(
     folder = out_dir or Path("runs", f"compare-{Path(preset).stem}")
     series = series_in(folder, workers, (rates, trial), only_show=only_show, quiet=json)
     if background:
-        go_on_alone(series, json=json)
+        run_in_background(series, json=json)
         return
     with working_on(series):
         if kind == "ablation":
@@ -147,8 +159,8 @@ def _write(found: Finding, stem: Path) -> None:
     rows = io.StringIO(newline="")
     csv.writer(rows).writerows(found.rows)
     with writing_to(stem.parent, AGAIN):
-        write_whole(stem.with_suffix(".md"), to_markdown(found.header, found.cells).encode())
-        write_whole(stem.with_suffix(".csv"), rows.getvalue().encode())
+        atomic_write(stem.with_suffix(".md"), to_markdown(found.header, found.cells).encode())
+        atomic_write(stem.with_suffix(".csv"), rows.getvalue().encode())
         with suppress(MissingExtraError):
             found.draw(stem.with_suffix(".png"))
 

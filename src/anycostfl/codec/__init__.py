@@ -24,7 +24,7 @@ from anycostfl.codec.frame import OVERHEAD, bond
 from anycostfl.codec.kernels import lay_out
 from anycostfl.codec.refine import Draft, fill
 from anycostfl.errors import BetaError, PayloadError, UnknownNameError
-from anycostfl.types import Update
+from anycostfl.state import Update
 
 __all__ = ["CODECS", "byte_budget", "check_codec", "compress", "decompress"]
 

@@ -14,7 +14,7 @@ from torch import Tensor
 from anycostfl.codec.flat import all_of, flatten
 from anycostfl.codec.frame import OVERHEAD, bond, seal, unseal_exact
 from anycostfl.errors import PayloadError
-from anycostfl.types import Update
+from anycostfl.state import Update
 
 MAGIC = b"ACFD"
 

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from anycostfl.codec.arrays import Bools, Floats
 from anycostfl.errors import PayloadError, UpdateError
-from anycostfl.types import Update, counting_all
+from anycostfl.state import Update, with_full_mask
 
 
 def flatten(update: Mapping[str, Tensor]) -> Floats:
@@ -40,4 +40,4 @@ def all_of(flat: Floats, shapes: Mapping[str, Sequence[int]]) -> Update:
     """A received update in which every element counts, those that are zero too."""
     if not np.isfinite(flat).all():
         raise PayloadError("the payload holds a value that is not finite")
-    return counting_all(Update(unflatten(flat, shapes), {}))
+    return with_full_mask(Update(unflatten(flat, shapes), {}))

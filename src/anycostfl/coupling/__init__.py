@@ -53,7 +53,7 @@ def tensors_of(model: nn.Module) -> dict[str, Tensor]:
     }
 
 
-def copy_of(model: nn.Module) -> dict[str, Tensor]:
+def clone_state(model: nn.Module) -> dict[str, Tensor]:
     """Its tensors as they are now, whatever becomes of the model."""
     return {name: tensor.detach().clone() for name, tensor in tensors_of(model).items()}
 

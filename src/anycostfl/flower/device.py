@@ -1,87 +1,96 @@
-"""The device's half of a round, as a Flower ClientApp.
+"""The device as a Flower ClientApp: it says what it can spend, trains, and evaluates.
 
-A device says who it is and what it can afford (`offer`), and performs its task as a simulated
-device does (`DeviceSide.work`). It keeps the data and the traced model between messages as long as
-its process lives; what it has left over (`feedback`) lies in Flower's context, for the last round
-and the one before, so that a round which the server has to repeat starts from the same memory.
+It performs its task as a simulated device does (`device.DeviceRuntime`). It keeps the data and the
+traced model between messages as long as its process lives; its residual (`feedback`) is in Flower's
+context, for the last round and the one before, so that a round which the server has to repeat
+starts from the same memory.
 """
 
 from __future__ import annotations
 
-import hashlib
 import time
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from functools import lru_cache
 
 import numpy as np
-import numpy.typing as npt
 import torch
-from flwr.app import ConfigRecord, Context, Message, RecordDict
-from flwr.app.user_config import UserConfig
+from flwr.app import ConfigRecord, Context, Message, RecordDict, UserConfig
 from flwr.clientapp import ClientApp
-from torch import Tensor
 
-from anycostfl.config import Config, load_profile, parse_config, profiles_of
-from anycostfl.coupling import tensors_of
-from anycostfl.downlink import first_public, take_step
+from anycostfl import data, methods
+from anycostfl.config import load_profile, profiles_of
+from anycostfl.config.loading import checked
+from anycostfl.device import DeviceRuntime, Job, Reply, Samples, count_correct, reuse_memory
 from anycostfl.errors import AnycostError, ConfigError
-from anycostfl.experiment import prepare
-from anycostfl.fleet import draw_fleet, hardware_of
-from anycostfl.flower.broadcast import mark_of
-from anycostfl.flower.messages import (
-    Ask,
+from anycostfl.experiment import initial_module, resolve_training, split, trace_model
+from anycostfl.flower.broadcast import model_digest
+from anycostfl.flower.messages import read_state, to_envelope, to_records, write_state
+from anycostfl.planning.cost import Devices, make_devices
+from anycostfl.planning.draw import Profile, draw_fleet, hardware_of
+from anycostfl.server.downlink import first_public, take_step
+from anycostfl.shrink import SubModel, calibration_batches, recalibrate
+from anycostfl.state import State, tensors_of
+from anycostfl.wire.envelope import MessageError
+from anycostfl.wire.messages import (
+    Capabilities,
     Download,
-    MessageError,
-    Offer,
+    EvaluateTask,
+    Evaluation,
+    ExperimentInfo,
     Result,
+    RoundInfo,
     Task,
-    pack_state,
-    read_ask,
-    read_state,
+    read_evaluate_task,
+    read_info,
     read_task,
     unpack_weights,
 )
-from anycostfl.methods import State
-from anycostfl.shrink import SubModel
-from anycostfl.train import reuse_memory
-from anycostfl.types import Devices, Profile, Scale, make_devices
-from anycostfl.workers import DeviceSide, Job, Reply
 
 app = ClientApp()
 
 
 @app.query()
 def introduce(message: Message, context: Context) -> Message:
-    """Answer which device this is and what it can afford."""
-    ask = read_ask(message.content)
-    device = open_device(context.node_config, ask)
-    offer = device.offer(ask.round, device.public(context.state))
-    return Message(RecordDict({"offer": offer.pack()}), reply_to=message)
+    """Answer which device this is and what it can spend."""
+    info = read_info(to_envelope(message.content))
+    device = open_device(context.node_config, info.experiment)
+    known = device.capabilities(info.round, device.public(context.state))
+    return Message(to_records(known.pack()), reply_to=message)
 
 
 @app.train()
 def train(message: Message, context: Context) -> Message:
     """Perform the task in a message."""
     begin = time.perf_counter()
-    task = read_task(message.content)
-    device = open_device(context.node_config, task.ask)
+    task = read_task(to_envelope(message.content))
+    device = open_device(context.node_config, task.info.experiment)
     torch.set_num_threads(device.setup.threads)
     reuse_memory()
-    memory = recall(context.state, task.ask)
+    memory = recall(context.state, task.info)
     try:
         public = device.catch_up(device.public(context.state), task.download)
-        keep_public(context.state, public)
+        if public:
+            write_state(context.state, "public", public)
         reply = device.perform(task, public, memory)
     except AnycostError as problem:
         reply = Reply(task.device, error=str(problem), memory=memory)
-    remember(context.state, task.ask, reply.memory)
+    remember(context.state, task.info, reply.memory)
     result = Result(
         payload=reply.payload,
         error=reply.error,
         busy_s=time.perf_counter() - begin,
-        offer=device.offer(task.ask.round + 1, device.public(context.state)),
+        next=device.capabilities(task.info.round + 1, device.public(context.state)),
     )
-    return Message(result.pack(), reply_to=message)
+    return Message(to_records(result.pack()), reply_to=message)
+
+
+@app.evaluate()
+def evaluate(message: Message, context: Context) -> Message:
+    """Evaluate the model in a message on this device's test samples."""
+    task = read_evaluate_task(to_envelope(message.content))
+    device = open_device(context.node_config, task.info.experiment)
+    torch.set_num_threads(device.setup.threads)
+    return Message(to_records(device.evaluate(task).pack()), reply_to=message)
 
 
 # --- who this device is ---------------------------------------------------------------------------
@@ -92,8 +101,9 @@ class Setup:
     """What the owner of a device decides.
 
     Without a profile it is the member of that number of the experiment's simulated fleet. `data`
-    takes the place of the experiment's dataset; with `all_data` the device trains on all of it
-    instead of its part of the split.
+    replaces the experiment's dataset; with `all_data` the device trains on all of it instead of its
+    part of the split. `server_files` allows files that the server names, as Flower's simulation
+    engine needs it.
     """
 
     device: int
@@ -104,31 +114,22 @@ class Setup:
     data: str = ""
     all_data: bool = False
     threads: int = 1
-    no_server_files: bool = False  # never read a file that the server names
+    server_files: bool = False
 
     def node_config(self) -> UserConfig:
-        """As Flower's node configuration."""
-        names = ("profile", "rate_bps", "latency_s", "energy_j", "data", "all_data", "threads")
-        given = {name.replace("_", "-"): getattr(self, name) for name in names}
-        return {"device": self.device, **{key: value for key, value in given.items() if value}}
+        """As Flower's node configuration; only what differs from the defaults."""
+        given = {item.name: getattr(self, item.name) for item in fields(self)}
+        changed = {name: value for name, value in given.items() if value}
+        return {"device": self.device, **{k.replace("_", "-"): v for k, v in changed.items()}}
 
 
 def read_setup(table: UserConfig) -> Setup:
-    """From Flower's node configuration; its simulation only says `partition-id`."""
-    number = table.get("device", table.get("partition-id"))
-    if not isinstance(number, int):
-        raise ConfigError(["--node-config: allowed device=NUMBER, its place in the fleet"])
-    return Setup(
-        device=number,
-        profile=str(table.get("profile", "")),
-        rate_bps=float(table.get("rate-bps", 0)),
-        latency_s=float(table.get("latency-s", 0)),
-        energy_j=float(table.get("energy-j", 0)),
-        data=str(table.get("data", "")),
-        all_data=bool(table.get("all-data", False)),
-        threads=int(table.get("threads", 1)),
-        no_server_files="device" in table,
-    )
+    """From Flower's node configuration; its simulation engine only says `partition-id`."""
+    known = {item.name for item in fields(Setup)}
+    given = {k.replace("-", "_"): v for k, v in table.items() if k.replace("-", "_") in known}
+    if "device" not in given and isinstance(number := table.get("partition-id"), int):
+        given |= {"device": number, "server_files": True}
+    return checked(Setup, given, "--node-config", [])
 
 
 # --- what it does ---------------------------------------------------------------------------------
@@ -136,177 +137,183 @@ def read_setup(table: UserConfig) -> Setup:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Device:
-    """A device in one experiment, in one round of it."""
+    """A device in one experiment: who it is, what it was told, what it holds."""
 
     setup: Setup
-    config: Config
-    side: DeviceSide
-    text: str  # the experiment, as the server wrote it
+    told: ExperimentInfo
+    runtime: DeviceRuntime
+    samples: Samples
+    test: Samples
+    counts: tuple[int, ...]  # samples of every member of the fleet, as far as this one knows
 
-    def offer(self, number: int, public: State) -> Offer:
-        """What the device can afford in a round, and which public model it holds."""
-        distance_m, means = self._simulated(number) if not self.setup.profile else self._own()
-        return Offer(self.setup.device, number, distance_m, means, mark_of(public))
+    def capabilities(self, number: int, public: State) -> Capabilities:
+        """What the device can spend in a round, and which public model it holds."""
+        distance_m, resources = self._own() if self.setup.profile else self._simulated(number)
+        digest = model_digest(public)
+        return Capabilities(self.setup.device, number, distance_m, resources, digest)
 
     def public(self, state: RecordDict) -> State:
         """The public model that the device holds: at first the initial one, made from the seed."""
-        if not self.config.compression.downlink:
+        if not self.told.downlink:
             return {}
-        return read_state(state, "public") or first_public(self.side.net.module)
+        return read_state(state, "public") or first_public(self.runtime.net.module)
 
     def catch_up(self, public: State, download: Download) -> State:
         """The public model of this round, from the one that the device holds; none without one."""
-        if not download.whole and download.base != mark_of(public):
+        if not download.whole and download.base != model_digest(public):
             raise MessageError("this device holds another public model than the steps start from")
         public = download.whole or public
         for step in download.steps:
-            public = take_step(self.side.net, public, step, self.text)
+            public = take_step(self.runtime.net, public, step, self.told.fingerprint)
         return public
 
     def perform(self, task: Task, public: State, memory: State | None) -> Reply:
-        """Train the sub-model that came or is cut from the public model, and compress."""
+        """Train the sub-model that came or is cut from the public model, and encode its update."""
         if task.device != self.setup.device:
             raise MessageError(f"a task for device {task.device}, this is {self.setup.device}")
-        side = self.side
-        upload = replace(task.upload, blocks=side.net.blocks())
+        upload = replace(task.upload, blocks=self.runtime.net.blocks())
         job = Job(task.device, task.alpha, upload, task.seed, memory, task.moved)
-        return side.work(self.submodel(task, public), self.samples(), job)
+        return self.runtime.perform(self._sub_model(task, public), self.samples, job)
 
-    def submodel(self, task: Task, public: State) -> SubModel:
-        """The sub-model of a task, with the weights that came with it, or those of all."""
-        net = self.side.net
+    def evaluate(self, task: EvaluateTask) -> Evaluation:
+        """The number of correct predictions on this device's test samples."""
+        sub = self.runtime.net.shrink(1.0)
+        _fill(sub, task.weights)
+        if len(self.samples[1]):
+            recalibrate(sub.module, calibration_batches(self.samples[0]))
+        correct = count_correct(sub.module, *self.test, self.runtime.training)
+        return Evaluation(correct, len(self.test[1]))
+
+    def _sub_model(self, task: Task, public: State) -> SubModel:
+        """The sub-model of a task, with the weights that came with it, or the public ones."""
+        net = self.runtime.net
         sub = net.shrink(task.alpha)
         if dict(sub.plan.widths) != dict(task.widths):
             raise MessageError(
-                f"alpha {task.alpha:g} means other widths here than on the server: do both run "
-                "the same version?"
+                f"alpha {task.alpha:g} means other widths here than on the server: do both have "
+                "the same model?"
             )
-        own = tensors_of(sub.module)
-        if self.config.compression.downlink:
-            sent = net.take(public, sub.plan)
+        if self.told.downlink:
+            _fill(sub, net.take(public, sub.plan))
         else:
-            sent = unpack_weights(net, tensors_of(net.module), sub.plan, task.weights)
-        with torch.no_grad():
-            for name, tensor in sent.items():
-                own[name].copy_(tensor)
+            like = tensors_of(net.module)
+            _fill(sub, unpack_weights(net, like, sub.plan, task.weights))
         return sub
-
-    def samples(self) -> tuple[Tensor, Tensor]:
-        """The images and labels this device trains on."""
-        shared = self.side.shared
-        if self.setup.all_data:
-            return shared.train_images, shared.train_labels
-        chosen = self.side.samples_of(self.setup.device)
-        return shared.train_images[chosen], shared.train_labels[chosen]
 
     def _simulated(self, number: int) -> tuple[float, Devices]:
         """As the experiment's fleet draws this device in a round."""
         fleet = draw_fleet(
-            self.config.fleet,
-            seed=self.config.run.seed,
+            self.told.fleet,
+            seed=self.told.seed,
             round_index=number,
-            samples=self._counts(),
-            profiles=self._kinds(),
+            samples=np.array(self.counts),
+            profiles=self._profiles(),
         )
         here = slice(self.setup.device, self.setup.device + 1)
         return float(fleet.distance_m[self.setup.device]), fleet.devices.take(here)
 
-    def _counts(self) -> npt.NDArray[np.int64]:
-        """How many samples every device of the fleet holds, as far as this one knows."""
-        if self.setup.all_data:
-            return np.full(self.config.fleet.devices, len(self.side.shared.train_labels))
-        return self.side.sample_counts()
-
-    def _kinds(self) -> dict[str, Profile]:
+    def _profiles(self) -> dict[str, Profile]:
         """What the experiment's fleet is made of."""
-        fleet = self.config.fleet
-        named = [name for name in fleet.profiles if name.endswith(".toml")]
-        if named and self.setup.no_server_files:
+        named = [name for name in self.told.fleet.profiles if name.endswith(".toml")]
+        if named and not self.setup.server_files:
             raise ConfigError(
-                [f"fleet.profiles: the server names files of its own, {', '.join(named)}; name "
-                 "what this device is with --profile"]
+                [f"fleet.profiles: the server names files, {', '.join(named)}; say what this "
+                 "device is with --profile"]
             )  # fmt: skip
-        return profiles_of(fleet)
+        return profiles_of(self.told.fleet)
 
     def _own(self) -> tuple[float, Devices]:
-        """As its owner describes it; distances do not matter where the rate is known."""
+        """As its owner describes it; the distance does not matter where the rate is known."""
         setup, kind = self.setup, load_profile(self.setup.profile)
-        means = make_devices(
+        resources = make_devices(
             **hardware_of(kind),
-            samples=len(self.samples()[1]),
+            samples=len(self.samples[1]),
             rate_bps=setup.rate_bps or kind.rate_bps or 0.0,
-            latency_s=setup.latency_s or self.config.fleet.latency_s,
+            latency_s=setup.latency_s or self.told.fleet.latency_s,
             energy_j=setup.energy_j,
         )
-        return 0.0, means
+        return 0.0, resources
 
 
-def open_device(table: UserConfig, ask: Ask) -> Device:
-    """This device in the experiment that the server asks about."""
+def _fill(sub: SubModel, state: State) -> None:
+    """Copy these tensors into a sub-model; MessageError if they are not its own."""
+    own = tensors_of(sub.module)
+    for name, tensor in state.items():
+        if name not in own or own[name].shape != tensor.shape:
+            raise MessageError(f"{name} of shape {tuple(tensor.shape)} is not part of this model")
+    with torch.no_grad():
+        for name, tensor in state.items():
+            own[name].copy_(tensor)
+
+
+def open_device(table: UserConfig, told: ExperimentInfo) -> Device:
+    """This device in the experiment that the server describes."""
     setup = read_setup(table)
-    config, side = _ground(
-        ask.config,
-        ask.scale,
-        setup.data,
-        whole=setup.all_data,
-        no_server_files=setup.no_server_files,
-    )
-    if not 0 <= setup.device < config.fleet.devices:
+    if not 0 <= setup.device < told.fleet.devices:
         raise ConfigError(
-            [f"device: given {setup.device}, allowed 0 … {config.fleet.devices - 1} in this fleet"]
+            [f"device: given {setup.device}, must be 0 to {told.fleet.devices - 1} in this fleet"]
         )
-    return Device(setup, config, side, ask.config)
+    return _open(setup, told)
 
 
 @lru_cache(maxsize=1)
-def _ground(
-    text: str, scale: Scale | None, data: str, *, whole: bool, no_server_files: bool
-) -> tuple[Config, DeviceSide]:
+def _open(setup: Setup, told: ExperimentInfo) -> Device:
     """What stays the same from message to message: data and traced model."""
-    config = _with_data(parse_config(text, "the server's configuration"), data)
-    if no_server_files and not data and (config.data.path or config.data.name.endswith(".npz")):
+    dataset = _own_data(setup, told)
+    if setup.all_data:
+        parts = [np.arange(len(dataset.train_labels))] * told.fleet.devices
+    else:
+        parts = split(told.data, told.fleet.devices, told.seed, dataset)
+    chosen = torch.from_numpy(parts[setup.device])
+    tested = torch.arange(len(dataset.test_labels))
+    if not setup.data:  # a common test set is split over the fleet, too
+        tested = tested[setup.device :: told.fleet.devices]
+    module = initial_module(told.model, told.seed)
+    net = trace_model(told.model, told.widths, module, dataset)
+    method = replace(methods.load(told.method), feedback=told.feedback)
+    runtime = DeviceRuntime(method, net, resolve_training(told.training), told.epochs)
+    return Device(
+        setup=setup,
+        told=told,
+        runtime=runtime,
+        samples=(dataset.train_images[chosen], dataset.train_labels[chosen]),
+        test=(dataset.test_images[tested], dataset.test_labels[tested]),
+        counts=tuple(map(len, parts)),
+    )
+
+
+def _own_data(setup: Setup, told: ExperimentInfo) -> data.Dataset:
+    """The data that the owner of this device names, or else the experiment's."""
+    if setup.data:
+        return data.load(setup.data, "", told.scale)
+    name, path = told.data.name, told.data.path
+    if not setup.server_files and (path or name.endswith(".npz")):
         raise ConfigError(
-            [f"data: the server names a file of its own, {config.data.path or config.data.name}; "
-             "name the data of this device with --data"]
+            [f"data: the server names a file, {path or name}; name the data of this device with "
+             "--data"]
         )  # fmt: skip
-    return config, prepare(config, scale, whole=whole)
-
-
-def _with_data(config: Config, data: str) -> Config:
-    """The experiment on the data that the owner of this device names, if any."""
-    return replace(config, data=replace(config.data, name=data, path="")) if data else config
+    return data.load(name, path, told.scale)
 
 
 # --- what it remembers ----------------------------------------------------------------------------
 
 
-def recall(state: RecordDict, ask: Ask) -> State | None:
-    """What the device remembered when this round began, if it is the next one or the last again."""
+def recall(state: RecordDict, info: RoundInfo) -> State | None:
+    """The residual when this round began, if it is the next round or a repeat of the last."""
     about = state.config_records.get("remembered")
-    if about is None or about["experiment"] != _experiment(ask):
+    if about is None or about["experiment"] != info.experiment.fingerprint:
         return None
     last = about["round"]
-    key = "after" if isinstance(last, int) and last < ask.round else "before"
-    if key == "before" and last != ask.round:
+    key = "after" if isinstance(last, int) and last < info.round else "before"
+    if key == "before" and last != info.round:
         return None
     return read_state(state, key) or None
 
 
-def remember(state: RecordDict, ask: Ask, memory: State | None) -> None:
-    """Keep what the device remembers now, and what it did when the round began."""
-    before = recall(state, ask)
-    for key, kept in (("before", before), ("after", memory)):
-        state.pop(key, None)
-        if kept:
-            state[key] = pack_state(kept)
-    state["remembered"] = ConfigRecord({"experiment": _experiment(ask), "round": ask.round})
-
-
-def keep_public(state: RecordDict, public: State) -> None:
-    """Keep the public model of this round, if there is one."""
-    if public:
-        state["public"] = pack_state(public)
-
-
-def _experiment(ask: Ask) -> bytes:
-    return hashlib.blake2s(ask.config.encode()).digest()
+def remember(state: RecordDict, info: RoundInfo, memory: State | None) -> None:
+    """Keep the residual as it is now, and as it was when the round began."""
+    before = recall(state, info)
+    write_state(state, "before", before)
+    write_state(state, "after", memory)
+    about = {"experiment": info.experiment.fingerprint, "round": info.round}
+    state["remembered"] = ConfigRecord(about)

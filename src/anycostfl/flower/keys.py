@@ -26,7 +26,7 @@ from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
 from anycostfl.errors import ConfigError
-from anycostfl.files import write_whole
+from anycostfl.files import atomic_write
 
 AUTHORITY_DAYS, SERVER_DAYS, RENEW_DAYS = 3650, 825, 30
 ALWAYS = ("localhost", "127.0.0.1", "::1")  # the server's own processes come this way
@@ -167,8 +167,8 @@ def _make_authority(keys: KeyFolder) -> list[Path]:
         .add_extension(usage, critical=True)
     )
     if is_new:
-        write_whole(keys.authority_key, _pem(key), secret=True)
-    write_whole(keys.authority, _signed(builder, key))
+        atomic_write(keys.authority_key, _pem(key), secret=True)
+    atomic_write(keys.authority, _signed(builder, key))
     return [keys.authority, keys.authority_key] if is_new else [keys.authority]
 
 
@@ -193,8 +193,8 @@ def _make_certificate(keys: KeyFolder, hosts: Sequence[str]) -> list[Path]:
         .add_extension(issuer, critical=False)
     )
     if is_new:
-        write_whole(keys.certificate_key, _pem(key), secret=True)
-    write_whole(keys.certificate, _signed(builder, authority))
+        atomic_write(keys.certificate_key, _pem(key), secret=True)
+    atomic_write(keys.certificate, _signed(builder, authority))
     return [keys.certificate, keys.certificate_key] if is_new else [keys.certificate]
 
 
@@ -224,8 +224,8 @@ def _make_device(path: Path) -> list[Path]:
         serialization.Encoding.OpenSSH, serialization.PublicFormat.OpenSSH
     )
     if is_new:
-        write_whole(path, private, secret=True)
-    write_whole(twin, public + f" {path.name}\n".encode())
+        atomic_write(path, private, secret=True)
+    atomic_write(twin, public + f" {path.name}\n".encode())
     return [path, twin] if is_new else [twin]
 
 

@@ -34,14 +34,14 @@ from flwr.supercore.fab import Fab
 from flwr.supercore.interceptors.http.runtime_version import RuntimeVersionHttpInterceptor
 
 from anycostfl.errors import AnycostError, ConfigError
-from anycostfl.files import lock_of, no_link
+from anycostfl.files import open_nofollow, try_lock
 from anycostfl.flower.keys import KeyFolder, public_key
 from anycostfl.flower.numbers import note_nodes
 from anycostfl.flower.orphans import PARENT
 from anycostfl.flower.roster import Terms
 from anycostfl.flower.server import FAILURE, LOCK, LOG, mark_of
-from anycostfl.records import JOURNAL, read_journal
-from anycostfl.types import RoundRecord
+from anycostfl.records.round import RoundRecord
+from anycostfl.records.run import JOURNAL, read_journal
 
 START_S = 120.0  # for the SuperLink, and for the server app, to come up
 STOP_S = 10.0  # for them to go down
@@ -88,7 +88,7 @@ def open_link(serving: Serving) -> Iterator[Link]:
     """Start the SuperLink, ready for devices; stop everything at the end."""
     home = serving.folder / "flower"
     home.mkdir(parents=True, exist_ok=True)
-    with open(serving.log, "ab", opener=no_link) as file:
+    with open(serving.log, "ab", opener=open_nofollow) as file:
         process = subprocess.Popen(  # noqa: S603 - our own interpreter and module
             [sys.executable, "-m", "anycostfl.flower.superlink", *_options(serving)],
             env=_environment(home),
@@ -288,8 +288,8 @@ def check_port(host: str, port: int) -> None:
 
 def _is_at_work(folder: Path, run_id: int, began: float) -> bool:
     """Whether the server app of this run holds the run directory, or is still coming up."""
-    with open(folder / LOCK, "a+", opener=no_link) as file:
-        if not lock_of(file):
+    with open(folder / LOCK, "a+", opener=open_nofollow) as file:
+        if not try_lock(file):
             return True
         file.seek(0)
         came_up = file.read() == mark_of(run_id)
@@ -301,7 +301,7 @@ def _await_release(folder: Path) -> None:
     until = time.monotonic() + STOP_S
     path = folder / LOCK
     while path.exists() and time.monotonic() < until:
-        with open(path, "a+", opener=no_link) as file:
-            if lock_of(file):
+        with open(path, "a+", opener=open_nofollow) as file:
+            if try_lock(file):
                 return
         time.sleep(LOOK_S)

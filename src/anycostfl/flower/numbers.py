@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from anycostfl.errors import AnycostError
-from anycostfl.files import write_whole
+from anycostfl.files import atomic_write
 
 NODES = "flower/nodes.json"
 DEVICES = "devices.json"
@@ -75,4 +75,4 @@ def _read(path: Path) -> dict[str, Any]:
 
 
 def _write(path: Path, table: Mapping[str, Any]) -> None:
-    write_whole(path, (json.dumps(table, indent=1) + "\n").encode())
+    atomic_write(path, (json.dumps(table, indent=1) + "\n").encode())

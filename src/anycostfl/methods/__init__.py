@@ -1,6 +1,6 @@
 """Federated methods, one file each: `methods/NAME.py` has a constant `METHOD`, maybe `VARIANTS`.
 
-A method is five functions. The simulator and the Flower adapter call them in the same order. None
+A method is five functions. `rounds` and `device` call them, wherever devices run. None
 remembers anything: what a device keeps from round to round is the residual of `feedback`.
 """
 
@@ -11,16 +11,17 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import ModuleType
 
-from torch import Tensor, nn
+from torch import nn
 
 from anycostfl.checks import FloatArray
 from anycostfl.errors import UnknownNameError
+from anycostfl.planning.cost import Devices, Workload
+from anycostfl.planning.strategy import Limits, Strategies
 from anycostfl.registry import load_file, modules_in, own_folders, unknown
-from anycostfl.types import Devices, Limits, Strategies, Update, Workload
+from anycostfl.state import State, Update
 
 __path__ = [*__path__, *own_folders("methods")]
 
-State = Mapping[str, Tensor]
 Shapes = Mapping[str, Sequence[int]]
 
 
@@ -31,8 +32,7 @@ class Upload:
     The server issues it and decodes with it. `beta` is relative to 32 bits for each element of the
     update itself; `seed` is for everything the method draws; `binding` ties the payload to run,
     round, device and plan; `blocks` says how many consecutive inputs one channel owns; `codec` is
-    for methods that have no coding of their own; with `feedback` the device keeps what the payload
-    could not carry for later rounds.
+    for methods without a coding of their own.
     """
 
     beta: float
@@ -40,7 +40,6 @@ class Upload:
     binding: bytes
     blocks: Mapping[str, int] = field(default_factory=dict)
     codec: str = "kernel"
-    feedback: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +58,7 @@ class Method:
     codec, feedback, momentum: what updates are coded with, if the method has no coding of its own,
         whether error feedback is part of it, and the server's momentum; the configuration may ask
         otherwise.
-    takes_rate: whether αβ can be given it by `[rates]`; not where its plan decides.
+    takes_upload_ratio: whether αβ can be given it by `[rates]`; not where its plan decides.
     """
 
     summary: str
@@ -72,7 +71,7 @@ class Method:
     codec: str = "kernel"
     feedback: bool = False
     momentum: float = 0.0
-    takes_rate: bool = True
+    takes_upload_ratio: bool = True
     prepare: Callable[[nn.Module, nn.Module], None] = field(default=lambda _module, _whole: None)
 
 

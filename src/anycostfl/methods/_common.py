@@ -24,9 +24,11 @@ from anycostfl.codec.sparse import (
     spread,
     unpack_sparse,
 )
-from anycostfl.methods import Shapes, State, Upload, elements
-from anycostfl.planner import fixed_strategies
-from anycostfl.types import Devices, Limits, Strategies, Update, Workload, counting_all
+from anycostfl.methods import Shapes, Upload, elements
+from anycostfl.planning.cost import Devices, Workload
+from anycostfl.planning.planner import fixed_strategies
+from anycostfl.planning.strategy import Limits, Strategies
+from anycostfl.state import State, Update, with_full_mask
 
 Planner = Callable[[Devices, Workload, Limits], Strategies]
 
@@ -36,7 +38,9 @@ def full_width_at(default: float) -> Planner:
 
     def plan(devices: Devices, workload: Workload, limits: Limits) -> Strategies:
         ones = np.ones(len(devices))
-        return fixed_strategies(devices, workload, alpha=ones, beta=ones * (limits.rate or default))
+        return fixed_strategies(
+            devices, workload, alpha=ones, beta=ones * (limits.upload_ratio or default)
+        )
 
     return plan
 
@@ -67,7 +71,7 @@ def encode_with_codec(update: State, upload: Upload) -> bytes:
 
 def decode_unmasked(payload: bytes, shapes: Shapes, upload: Upload) -> Update:
     """The quantized update; elements that were not sent count as zero."""
-    return counting_all(decompress(payload, shapes, binding=upload.binding))
+    return with_full_mask(decompress(payload, shapes, binding=upload.binding))
 
 
 def encode_dense(update: State, upload: Upload) -> bytes:

@@ -11,7 +11,6 @@ from dataclasses import replace
 
 import numpy as np
 
-from anycostfl.aggregate import optimal_weights
 from anycostfl.checks import FloatArray
 from anycostfl.codec import decompress
 from anycostfl.methods import Method, Shapes, Upload
@@ -22,8 +21,11 @@ from anycostfl.methods._common import (
     encode_with_codec,
     weigh_by_samples,
 )
-from anycostfl.planner import fixed_strategies, plan_strategies
-from anycostfl.types import Devices, Limits, Strategies, Update, Workload
+from anycostfl.planning.cost import Devices, Workload
+from anycostfl.planning.planner import fixed_strategies, plan_strategies
+from anycostfl.planning.strategy import Limits, Strategies
+from anycostfl.planning.theory import optimal_weights
+from anycostfl.state import Update
 
 
 def decode(payload: bytes, shapes: Shapes, upload: Upload) -> Update:
@@ -43,7 +45,7 @@ METHOD = Method(
     decode=decode,
     weigh=weigh,
     sorts_channels=True,
-    takes_rate=False,
+    takes_upload_ratio=False,
 )
 
 

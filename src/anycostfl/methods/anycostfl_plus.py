@@ -11,8 +11,9 @@ from __future__ import annotations
 from dataclasses import replace
 
 from anycostfl.methods.anycostfl import METHOD as PAPERS
-from anycostfl.planner import plan_strategies
-from anycostfl.types import Devices, Limits, Strategies, Workload
+from anycostfl.planning.cost import Devices, Workload
+from anycostfl.planning.planner import plan_strategies
+from anycostfl.planning.strategy import Limits, Strategies
 
 THIN = 1 / 400  # the largest β, where the limits allow so little
 

@@ -10,8 +10,9 @@ import numpy as np
 
 from anycostfl.methods import Method
 from anycostfl.methods._common import decode_dense, encode_dense, weigh_by_samples
-from anycostfl.planner import fixed_strategies
-from anycostfl.types import Devices, Limits, Strategies, Workload
+from anycostfl.planning.cost import Devices, Workload
+from anycostfl.planning.planner import fixed_strategies
+from anycostfl.planning.strategy import Limits, Strategies
 
 
 def plan(devices: Devices, workload: Workload, limits: Limits) -> Strategies:
@@ -29,5 +30,5 @@ METHOD = Method(
     weigh=weigh_by_samples,
     sorts_channels=False,
     by_samples=True,
-    takes_rate=False,
+    takes_upload_ratio=False,
 )

@@ -25,10 +25,12 @@ from anycostfl.codec import byte_budget
 from anycostfl.codec.arrays import Floats
 from anycostfl.codec.flat import flatten
 from anycostfl.codec.sparse import Sparse, chances, draw, fill, pack_sparse
-from anycostfl.methods import Method, State, Upload
+from anycostfl.methods import Method, Upload
 from anycostfl.methods._common import average, bond_of, decode_levels
-from anycostfl.planner import fixed_strategies
-from anycostfl.types import Devices, Limits, Strategies, Workload
+from anycostfl.planning.cost import Devices, Workload
+from anycostfl.planning.planner import fixed_strategies
+from anycostfl.planning.strategy import Limits, Strategies
+from anycostfl.state import State
 
 RATE = 1 / 33  # of S on average, recovered from the paper's table
 FINENESS = 256  # steps of the search from one level to the next
@@ -38,7 +40,7 @@ ERROR = 0.55  # between a CNN's and a ResNet-18's
 
 def plan(devices: Devices, workload: Workload, limits: Limits) -> Strategies:
     """Full width; the mean rate shared out in proportion to the channels."""
-    mean = limits.rate or RATE
+    mean = limits.upload_ratio or RATE
     beta = np.minimum(1.0, mean * devices.rate_bps / average(devices.rate_bps))
     return fixed_strategies(devices, workload, alpha=np.ones(len(devices)), beta=beta)
 

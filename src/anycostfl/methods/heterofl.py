@@ -24,7 +24,6 @@ from typing import cast
 import numpy as np
 from torch import Tensor, nn
 
-from anycostfl import cost
 from anycostfl.methods import Method
 from anycostfl.methods._common import (
     average,
@@ -32,15 +31,17 @@ from anycostfl.methods._common import (
     encode_with_codec,
     weigh_by_samples,
 )
-from anycostfl.planner import fixed_strategies
-from anycostfl.types import Devices, Limits, Strategies, Workload
+from anycostfl.planning import cost
+from anycostfl.planning.cost import Devices, Workload
+from anycostfl.planning.planner import fixed_strategies
+from anycostfl.planning.strategy import Limits, Strategies
 
 RATE = 1 / 41  # αβ on average, recovered from the paper's table
 
 
 def plan(devices: Devices, workload: Workload, limits: Limits) -> Strategies:
     """α from ε·(αC)³ / t² = mean energy budget, t being what an average upload leaves."""
-    rate = limits.rate or RATE
+    rate = limits.upload_ratio or RATE
     upload = rate * workload.size_bits / average(devices.rate_bps)
     left = np.maximum(devices.latency_s - upload, 0.1 * devices.latency_s)
     cycles = cost.compute_cycles(devices, workload)

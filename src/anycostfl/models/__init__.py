@@ -2,11 +2,24 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from torch import Tensor, nn
+
 from anycostfl.errors import UnknownNameError
 from anycostfl.registry import load_file, modules_in, own_folders, unknown
-from anycostfl.types import ModelSpec
 
 __path__ = [*__path__, *own_folders("models")]
+
+
+@dataclass(frozen=True, slots=True)
+class ModelSpec:
+    """One architecture: how to build it, and an example of its input for a batch size."""
+
+    build: Callable[[], nn.Module]
+    example: Callable[[int], Tensor]
+    summary: str
 
 
 def names() -> list[str]:
@@ -20,10 +33,10 @@ def load(name: str) -> ModelSpec:
         raise unknown("model", name, names())
     module = load_file(__name__, name, "MODEL")
     if not isinstance(module.MODEL, ModelSpec):
-        raise UnknownNameError(f"{module.__file__}: MODEL has to be a ModelSpec")
+        raise UnknownNameError(f"{module.__file__}: MODEL must be a ModelSpec")
     return module.MODEL
 
 
 def file_of(name: str) -> str:
-    """The file of an architecture, in the package or in a folder of one's own."""
+    """The file of an architecture, in the package or in a custom folder."""
     return f"models/{name}.py"

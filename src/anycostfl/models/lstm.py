@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from anycostfl.types import ModelSpec
+from anycostfl.models import ModelSpec
 
 VOCABULARY = 80
 LENGTH = 80

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from anycostfl.types import ModelSpec
+from anycostfl.models import ModelSpec
 
 NormLayer = Callable[[int], nn.Module]
 

@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from anycostfl.types import ModelSpec
+from anycostfl.models import ModelSpec
 
 
 def _convolution(inputs: int, outputs: int) -> nn.Conv2d:

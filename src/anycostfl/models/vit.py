@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from anycostfl.types import ModelSpec
+from anycostfl.models import ModelSpec
 
 
 class Attention(nn.Module):

@@ -20,7 +20,8 @@ import torch
 
 from anycostfl import workers
 from anycostfl.config import Config, toml_lines
-from anycostfl.experiment import settle
+from anycostfl.experiment import resolve
+from anycostfl.planning.draw import Profile
 from anycostfl.profile.machine import Clock, device_name, read_clock, read_gpu_clock
 from anycostfl.profile.meters import (
     ESTIMATED_FACTOR,
@@ -41,7 +42,6 @@ from anycostfl.profile.pace import (
     measured_alphas,
 )
 from anycostfl.shrink import ElasticModel
-from anycostfl.types import Profile
 
 TRANSMITTER_W = 0.1
 """The paper's radio, for no machine measures its own."""
@@ -110,7 +110,7 @@ def measure(
 
     `seconds` is what tells the time: that of the wall, or that of the processor on one thread.
     """
-    config = settle(config)
+    config = resolve(config)
     net = elastic_model(config)
     clocks: list[Clock] = []
     with workers.threads(threads or workers.cores()) as used:

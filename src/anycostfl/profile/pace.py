@@ -17,9 +17,9 @@ import torch
 
 from anycostfl import models
 from anycostfl.config import Config
+from anycostfl.device import train
 from anycostfl.experiment import train_options
 from anycostfl.shrink import ElasticModel
-from anycostfl.train import train
 
 REPETITION_S = 0.5
 """How long one repetition at full width should take at least."""

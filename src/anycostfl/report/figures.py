@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from anycostfl.errors import ConfigError, MissingExtraError
-from anycostfl.types import RoundRecord
+from anycostfl.records.round import RoundRecord
 
 
 def new_figure(panels: int, size: tuple[float, float], **options: Any) -> tuple[Any, list[Any]]:

@@ -18,9 +18,10 @@ import numpy as np
 from anycostfl.config import parse_config
 from anycostfl.errors import ConfigError
 from anycostfl.files import read_file
-from anycostfl.records import CONFIG, ENVIRONMENT, JOURNAL, TIMING, WIDTHS, read_journal, refusals
+from anycostfl.planning.strategy import Binds
+from anycostfl.records.round import DeviceRecord, RoundRecord, refusals
+from anycostfl.records.run import CONFIG, ENVIRONMENT, JOURNAL, TIMING, WIDTHS, read_journal
 from anycostfl.report.summary import summarise
-from anycostfl.types import Binds, DeviceRecord, RoundRecord
 
 Document = dict[str, Any]
 """What JSON can say."""
@@ -94,7 +95,7 @@ def _round_columns(records: Sequence[RoundRecord]) -> Document:
 
 def _device_columns(devices: Sequence[DeviceRecord]) -> Document:
     """One value per device and round, round after round; words are numbered."""
-    statuses = sorted({d.status[:LONGEST_TEXT] for d in devices})
+    statuses = sorted({d.explained[:LONGEST_TEXT] for d in devices})
     number = {status: i for i, status in enumerate(statuses)}
     bit = {word: 1 << i for i, word in enumerate(BINDS)}
     return {
@@ -102,7 +103,7 @@ def _device_columns(devices: Sequence[DeviceRecord]) -> Document:
         "binds": BINDS,
         "devices": {
             "device": [d.device for d in devices],
-            "status": [number[d.status[:LONGEST_TEXT]] for d in devices],
+            "status": [number[d.explained[:LONGEST_TEXT]] for d in devices],
             "alpha": _rounded((d.alpha for d in devices), 3),
             "beta": _rounded((d.beta for d in devices), 3),
             "frequency_mhz": _rounded((d.frequency_hz / 1e6 for d in devices), 3),

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any, cast
 
 from anycostfl.errors import AnycostError
-from anycostfl.records import CONFIG, JOURNAL, WIDTHS
+from anycostfl.records.run import CONFIG, JOURNAL, WIDTHS
 from anycostfl.report.gather import Document
 from anycostfl.report.page import gather_all, policy, render
 

@@ -18,8 +18,8 @@ from importlib import resources
 from pathlib import Path
 from string import Template
 
-from anycostfl.files import StorageError, write_whole
-from anycostfl.records import PAGE
+from anycostfl.files import StorageError, atomic_write
+from anycostfl.records.run import PAGE
 from anycostfl.report.gather import Document, gather
 
 SCRIPTS = ("dom.js", "runs.js", "charts.js", "heatmap.js", "sections.js", "start.js")
@@ -31,7 +31,7 @@ def write_page(folders: Sequence[Path], path: Path | None = None) -> list[Docume
     target = path or folders[0] / PAGE
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
-        write_whole(target, render(runs).encode())
+        atomic_write(target, render(runs).encode())
     except OSError as error:
         raise StorageError(
             f"cannot write {target}: {error}; the run itself is intact. Free some space or choose "

@@ -14,8 +14,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from anycostfl.coupling import tensors_of, whole_blocks
+from anycostfl.coupling import whole_blocks
 from anycostfl.shrink.widths import Region, take
+from anycostfl.state import tensors_of
 
 
 def cut(model: nn.Module, index: Mapping[str, Region]) -> nn.Module:

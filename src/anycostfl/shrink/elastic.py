@@ -11,12 +11,12 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from anycostfl.coupling import Coupling, Slot, tensors_of
+from anycostfl.coupling import Coupling, Slot
 from anycostfl.errors import ShapeMismatchError, TraceError, UnknownNameError
 from anycostfl.shrink.order import Order, permute, permute_in_place, sorting_order
 from anycostfl.shrink.verify import verified_recipe
 from anycostfl.shrink.widths import RULES, Dial, WidthPlan, make_plan, put, take
-from anycostfl.types import Update
+from anycostfl.state import Update, tensors_of
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -83,6 +83,10 @@ class ElasticModel:
         order = sorting_order(self.coupling, state)
         permute_in_place(self.coupling, state, order)
         return order
+
+    def sorting_order(self, state: Mapping[str, Tensor]) -> Order:
+        """The order that puts the important channels of a state first (Sec. III-B.1)."""
+        return sorting_order(self.coupling, state)
 
     def permute(self, state: Mapping[str, Tensor], order: Order) -> dict[str, Tensor]:
         """Any state in global coordinates (momentum, residuals), moved by the same order."""

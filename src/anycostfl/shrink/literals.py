@@ -17,7 +17,8 @@ import torch.nn.functional as F
 from torch import Tensor, fx, nn
 from torch.utils._pytree import tree_leaves
 
-from anycostfl.coupling import Coupling, evaluation, tensors_of, trace
+from anycostfl.coupling import Coupling, evaluation, trace
+from anycostfl.state import tensors_of
 
 Sizes = Mapping[str, Sequence[int]]
 

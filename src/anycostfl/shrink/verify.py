@@ -20,20 +20,12 @@ import torch
 from torch import Tensor, fx, nn
 from torch.utils._pytree import tree_leaves
 
-from anycostfl.coupling import (
-    Coupling,
-    Observer,
-    Reason,
-    evaluation,
-    follow,
-    practice,
-    tensors_of,
-    trace,
-)
+from anycostfl.coupling import Coupling, Observer, Reason, evaluation, follow, practice, trace
 from anycostfl.shrink.cut import cut, fix_bare_norm
 from anycostfl.shrink.literals import as_graph, rewrite, silent, trace_graph
 from anycostfl.shrink.order import Order, permute
 from anycostfl.shrink.widths import Dial, regions
+from anycostfl.state import tensors_of
 
 TOLERANCE = 1e-5
 """How far permuted channels may move the output, relative to its largest entry."""

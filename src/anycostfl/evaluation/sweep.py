@@ -15,9 +15,8 @@ from dataclasses import replace
 from pathlib import Path
 
 from anycostfl import methods
-from anycostfl.aggregate import DEFENCE, OPEN, Rules
-from anycostfl.attacks import LIES
-from anycostfl.compare import (
+from anycostfl.config import Config
+from anycostfl.evaluation.compare import (
     Case,
     CompareError,
     Enough,
@@ -31,10 +30,12 @@ from anycostfl.compare import (
     recost,
     score,
 )
-from anycostfl.config import Config
 from anycostfl.export import accuracy_of, cut, least_alpha, open_trained
-from anycostfl.records import checkpoints, read_run
-from anycostfl.runs import take_up
+from anycostfl.fleets.attackers import ATTACKS
+from anycostfl.records.checkpoint import checkpoints
+from anycostfl.records.run import read_run
+from anycostfl.runs import resume
+from anycostfl.server.robust import DEFENCE, OPEN, Robustness
 
 KINDS = ("ablation", "compute", "radio", "widths", "attacks")
 SPREADS: Mapping[str, Sequence[float]] = {
@@ -109,7 +110,7 @@ def widths(series: Series, config: Config, names: Sequence[str]) -> dict[str, li
         home = series.folder / case.name
         records = series.advance(case, lasted(config.run.rounds))
         if records and series.play and _saved(home) < len(records):
-            take_up(home)  # its last checkpoint is lost: the rounds since the one before go again
+            resume(home)  # its last checkpoint is lost: the rounds since the one before go again
             records = series.advance(case, lasted(config.run.rounds))
         if not records or not checkpoints(home):
             continue
@@ -137,17 +138,13 @@ def attacks(series: Series, config: Config) -> dict[str, dict[str, float | None]
     """Accuracy with liars of every kind, and with none, by defence; None where rounds are missing.
 
     It is the mean over the last quarter of the rounds. The defence is the configuration's, if it
-    has one of its own, else `DEFENCE`; both sides take the same steps.
+    changes one, else `DEFENCE`.
     """
     rules = config.aggregation
-    usual = _defended_as(Rules(), rules) == rules
-    defences = {
-        "open": _defended_as(OPEN, rules),
-        "defended": _defended_as(DEFENCE, rules) if usual else rules,
-    }
+    defences = {"open": OPEN, "defended": DEFENCE if rules == Robustness() else rules}
     plain = make_case(config, config.run.method, config.training.learning_rate, config.run.seed)
     found: dict[str, dict[str, float | None]] = {}
-    for kind in ("none", *LIES):
+    for kind in ("none", *ATTACKS):
         attack = replace(config.attack, kind=kind)
         found[kind] = {}
         for name, rules in defences.items():
@@ -157,8 +154,3 @@ def attacks(series: Series, config: Config) -> dict[str, dict[str, float | None]
             whole = len(records) >= config.run.rounds
             found[kind][name] = score(records, config.run.rounds) if whole else None
     return found
-
-
-def _defended_as(defence: Rules, rules: Rules) -> Rules:
-    """These rules with another's defence: what is believed, not how far it is followed."""
-    return replace(defence, step=rules.step, momentum=rules.momentum)

@@ -13,20 +13,18 @@ the whole model where that is less.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
 from math import ceil
 
 from torch import Tensor, nn
 
 from anycostfl.codec import byte_budget, compress, decompress
 from anycostfl.codec.frame import OVERHEAD
-from anycostfl.coupling import copy_of
 from anycostfl.errors import BetaError, ConfigError
-from anycostfl.methods import State
+from anycostfl.records.round import RoundRecord
 from anycostfl.shrink import ElasticModel, Order
-from anycostfl.types import DeviceRecord, RoundRecord
+from anycostfl.state import State
 
 PLACE_BYTES = 4  # of one channel in an order
 
@@ -58,59 +56,51 @@ def check_share(share: float, public: State) -> None:
     except BetaError as error:
         least = ceil(OVERHEAD / (4 * elements) * 1e6) / 1e6
         raise ConfigError(
-            [f"compression.downlink: given {share:g}, allowed 0 (uncompressed), or {least:g} to 1 "
+            [f"compression.downlink: given {share:g}, must be 0 (uncompressed), or {least:g} to 1 "
              f"for a model of {elements} elements; {error}"]
         ) from error  # fmt: skip
 
 
-def make_step(
-    net: ElasticModel, public: State, order: Order, share: float, belongs: tuple[str, int]
-) -> tuple[Step, dict[str, Tensor]]:
-    """The step of a round, and the public model after it; `net` is sorted already.
+@dataclass(frozen=True, slots=True, eq=False)
+class Downlink:
+    """How an experiment compresses its broadcasts.
 
-    `share` is of 32 bits for each element, and for values; the order comes on top. `belongs` says
-    to which experiment and round.
+    `share` is of 32 bits for each element, and for values; the order of channels comes on top.
     """
-    order = {name: new for name, new in order.items() if (new.diff() != 1).any()}
-    moved = net.permute(public, order) if order else public
-    own = dict(net.module.named_parameters())
-    ahead = {name: own[name].detach() - tensor for name, tensor in moved.items()}
-    payload = b""
-    if any(bool(tensor.any()) for tensor in ahead.values()):
-        binding = binding_of(*belongs)
-        payload = compress(ahead, share, seed=0, codec="lowrank", binding=binding)
-    step = Step(belongs[1], order, payload)
-    return step, take_step(net, public, step, belongs[0])
+
+    net: ElasticModel
+    share: float
+    fingerprint: str
+
+    def make_step(
+        self, weights: State, public: State, order: Order, number: int
+    ) -> tuple[Step, dict[str, Tensor]]:
+        """The step of a round, and the public model after it; `weights` are sorted already."""
+        order = {name: new for name, new in order.items() if (new.diff() != 1).any()}
+        moved = self.net.permute(public, order) if order else public
+        ahead = {name: weights[name].detach() - tensor for name, tensor in moved.items()}
+        payload = b""
+        if any(bool(tensor.any()) for tensor in ahead.values()):
+            binding = step_binding(self.fingerprint, number)
+            payload = compress(ahead, self.share, seed=0, codec="lowrank", binding=binding)
+        step = Step(number, order, payload)
+        return step, take_step(self.net, public, step, self.fingerprint)
 
 
-def take_step(net: ElasticModel, public: State, step: Step, experiment: str) -> dict[str, Tensor]:
+def take_step(net: ElasticModel, public: State, step: Step, fingerprint: str) -> dict[str, Tensor]:
     """The next public model; PayloadError if the step does not belong here."""
     moved = net.permute(public, step.order) if step.order else dict(public)
     if not step.payload:
         return moved
     shapes = {name: tuple(tensor.shape) for name, tensor in moved.items()}
-    binding = binding_of(experiment, step.round)
+    binding = step_binding(fingerprint, step.round)
     values = decompress(step.payload, shapes, binding=binding).values
     return {name: tensor + values[name] for name, tensor in moved.items()}
 
 
-def binding_of(experiment: str, number: int) -> bytes:
-    """What a step belongs to: the experiment, as TOML, and the round."""
-    return hashlib.blake2s(f"downlink {number} {experiment}".encode()).digest()
-
-
-@contextmanager
-def showing(net: ElasticModel, public: State) -> Iterator[None]:
-    """Cut sub-models out of the public model, if there is one, instead of the server's own."""
-    if not public:
-        yield
-        return
-    own = copy_of(net.module)
-    net.load(public)
-    try:
-        yield
-    finally:
-        net.load(own)
+def step_binding(fingerprint: str, number: int) -> bytes:
+    """What a step belongs to: the experiment and the round."""
+    return hashlib.blake2s(f"downlink {number} {fingerprint}".encode()).digest()
 
 
 # --- what it costs --------------------------------------------------------------------------------
@@ -120,7 +110,7 @@ def showing(net: ElasticModel, public: State) -> Iterator[None]:
 class Ledger:
     """The size of every round's step, and which round's public model each device holds.
 
-    It is counted from the journal alone, so a run that goes on knows it.
+    It is counted from the journal alone, so a resumed run knows it.
     """
 
     steps: tuple[int, ...] = ()
@@ -129,7 +119,7 @@ class Ledger:
     def download(self, device: int, step: int, whole: int) -> int:
         """What a device is sent in the next round, whose step has that size.
 
-        Whoever comes for the first time has the initial model: it follows from the seed.
+        A device that comes for the first time has the initial model: it follows from the seed.
         """
         missed = self.steps[self.held.get(device, -1) + 1 :]
         return min(whole, sum(missed) + step)
@@ -146,13 +136,3 @@ def ledger_of(records: Iterable[RoundRecord]) -> Ledger:
     for record in records:
         ledger = ledger.after(record)
     return ledger
-
-
-def charge_downloads(
-    devices: tuple[DeviceRecord, ...], bytes_down: Mapping[int, int]
-) -> tuple[DeviceRecord, ...]:
-    """Records with what each device was really sent, for those who were sent anything."""
-    return tuple(
-        replace(d, bytes_down=bytes_down.get(d.device, d.bytes_down)) if d.bytes_down else d
-        for d in devices
-    )

@@ -13,20 +13,122 @@ from __future__ import annotations
 import enum
 import math
 from collections.abc import Container, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
+from typing import Annotated, Any
 
 import numpy as np
 import numpy.typing as npt
 
-from anycostfl import cost
-from anycostfl.checks import POSITIVE, FloatArray
+from anycostfl.checks import (
+    POSITIVE,
+    AtLeastZero,
+    AtMost,
+    Count,
+    FloatArray,
+    Interval,
+    Positive,
+    check_fields,
+)
 from anycostfl.errors import ConfigError, UnknownNameError
-from anycostfl.types import Devices, FleetSpec, Profile, make_devices
+from anycostfl.planning import cost
+from anycostfl.planning.cost import Devices, make_devices
 
 ALIKE = ("flops_per_cycle", "frequency_min_hz", "frequency_max_hz", "power_w")  # where ε is drawn
 HARDWARE = (*ALIKE, "overhead", "energy_coefficient")  # what never changes of a device
 CLASSES = 10  # of the data that sample counts are drawn for
 NEAREST_M = 1.0  # nobody stands inside the antenna; path loss has no meaning at distance 0
+
+
+@dataclass(frozen=True, slots=True)
+class Profile:
+    """One real device type: its compute unit, clock range and radio.
+
+    `rate_bps` is its uplink where that was measured; otherwise the cell's channel decides.
+    `overhead` is what training at any width takes beside the FLOPs, relative to the full model's.
+    """
+
+    name: str
+    flops_per_cycle: Positive
+    energy_coefficient: Positive
+    frequency_min_hz: Annotated[Positive, AtMost("frequency_max_hz")]
+    frequency_max_hz: Positive
+    power_w: Positive
+    overhead: Annotated[float, AtLeastZero] = 0.0
+    rate_bps: Annotated[float | None, POSITIVE] = None
+    guess: tuple[str, ...] = ()
+    sources: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        check_fields(self)
+
+    @staticmethod
+    def cross_check(values: Mapping[str, Any]) -> list[str]:
+        """A guess names a field."""
+        unknown = sorted(set(values.get("guess") or ()) - {item.name for item in fields(Profile)})
+        return [f"guess: given {name!r}, allowed names of fields" for name in unknown]
+
+
+@dataclass(frozen=True, slots=True)
+class FleetSpec:
+    """A simulated fleet (paper V-A); ranges are uniform, positions fill a disk.
+
+    The last five fields make fleets of other kinds: unequal sample counts, as a Dirichlet split of
+    every class over the fleet leaves them; real device profiles in turn instead of drawn hardware;
+    a spread around the same mean ε; distances around a mean instead of the disk.
+    """
+
+    devices: Count
+    cohort: Annotated[Count, AtMost("devices")]
+    samples: Positive
+    flops_per_cycle: Positive
+    frequency_min_hz: Annotated[Positive, AtMost("frequency_max_hz")]
+    frequency_max_hz: Positive
+    energy_coefficient_min: Annotated[Positive, AtMost("energy_coefficient_max")]
+    energy_coefficient_max: Positive
+    latency_s: Positive
+    energy_min_j: Annotated[Positive, AtMost("energy_max_j")]
+    energy_max_j: Positive
+    radius_m: Positive
+    bandwidth_hz: Positive
+    bandwidth_shared: bool
+    power_w: Positive
+    noise_dbm_per_hz: Annotated[float, Interval(-300.0, 0.0)]
+    path_loss_1km_db: Annotated[float, Interval(0.0, 300.0)]
+    path_loss_exponent: Positive
+    samples_concentration: Annotated[float | None, POSITIVE] = None
+    profiles: tuple[str, ...] = ()
+    energy_coefficient_std: Annotated[float | None, Interval(0.0)] = None
+    distance_mean_m: Annotated[float | None, POSITIVE] = None
+    distance_std_m: Annotated[float, Interval(0.0)] = 0.0
+
+    def __post_init__(self) -> None:
+        check_fields(self)
+
+    @staticmethod
+    def cross_check(values: Mapping[str, Any]) -> list[str]:
+        """A spread around a mean stays above zero."""
+        low, high = values.get("energy_coefficient_min"), values.get("energy_coefficient_max")
+        mean = (low + high) / 2 if low and high else None
+        distance = values.get("distance_mean_m")
+        ignored = values.get("profiles") and values.get("energy_coefficient_std") is not None
+        return [
+            "energy_coefficient_std: given beside profiles, which have an ε of their own; allowed "
+            "one of them"
+            if ignored
+            else "",
+            _too_spread("energy_coefficient_std", values.get("energy_coefficient_std"), mean),
+            _too_spread("distance_std_m", values.get("distance_std_m"), distance),
+        ]
+
+
+def _too_spread(name: str, std: float | None, mean: float | None) -> str:
+    """A uniform distribution around a positive mean reaches zero at a deviation of mean/√3."""
+    if not std:
+        return ""
+    if mean is None:
+        return f"{name}: given {std:g}, allowed only beside a mean"
+    limit = mean / math.sqrt(3.0)
+    return "" if std < limit else f"{name}: given {std:g}, allowed less than {limit:.4g} (mean/√3)"
 
 
 class Purpose(enum.IntEnum):

@@ -13,22 +13,31 @@ import math
 import statistics
 import tomllib
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import closing
 from dataclasses import astuple, dataclass, fields, replace
 from importlib import resources
 from pathlib import Path
 
 import numpy as np
 
-from anycostfl.config import Config, identity, parse_config, profiles_of, to_toml
+from anycostfl.config import Config, fingerprint, parse_config, profiles_of, to_toml
 from anycostfl.errors import AnycostError
-from anycostfl.fleet import draw_cohort
-from anycostfl.records import CONFIG, bill_of, read_config, read_journal, rounds_to
+from anycostfl.loop import Rounds
+from anycostfl.planning.draw import Profile, draw_cohort
+from anycostfl.records.round import (
+    Records,
+    RoundRecord,
+    Status,
+    Totals,
+    rounds_to,
+    running_totals,
+    total,
+)
+from anycostfl.records.run import CONFIG, read_config, read_journal
 from anycostfl.rounds import charge
-from anycostfl.runs import Turns, begin, check_files, keep, take_up
-from anycostfl.simulate import play
-from anycostfl.types import Profile, RoundRecord
+from anycostfl.runs import begin, check_files, journal, resume
+from anycostfl.simulate import simulate
 
-Records = Sequence[RoundRecord]
 SLACK = 1 + 1e-6  # a budget that is used up is not exceeded
 TRIAL = 30  # rounds after which a learning rate is judged, if nothing else is said
 
@@ -88,16 +97,14 @@ class Series:
             done = tuple(_if_due(record, case.config) for record in done)
         if not self.play or enough(done) or len(done) >= case.config.run.rounds:
             return done
-        before, turns = _open(case, home, self.workers)
+        before, rounds = _open(case, home, self.workers)
         records = [_if_due(record, case.config) for record in before]
-        try:
-            for turn in turns:
-                records.append(turn.record)
+        with closing(rounds):
+            for result in rounds:
+                records.append(result.record)
                 self.watch(case, records)
                 if enough(records):
                     break
-        finally:
-            turns.close()
         return records
 
     def best_rate(self, config: Config, method: str) -> float:
@@ -140,22 +147,22 @@ def _if_due(record: RoundRecord, config: Config) -> RoundRecord:
     return record if config.run.evaluates(record.round) else replace(record, accuracy=None)
 
 
-def _open(case: Case, home: Path, workers: int) -> tuple[list[RoundRecord], Turns]:
-    """The rounds played so far, and those to come; a start that fails leaves nothing behind."""
+def _open(case: Case, home: Path, workers: int) -> tuple[list[RoundRecord], Rounds]:
+    """The rounds done so far, and those to come; a start that fails leaves nothing behind."""
     config = case.config
     if not (home / CONFIG).exists():
-        turns = play(config, workers=workers)
-        return [], keep(turns, config, begin(home, config))
-    before = take_up(home)
-    turns = play(config, workers=workers, start=before.start)
+        rounds = simulate(config, workers=workers)
+        return [], journal(rounds, config, begin(home, config))
+    before = resume(home)
+    rounds = simulate(config, workers=workers, start=before.saved)
     before.writer.reconfigure(to_toml(config))
-    return before.records, keep(turns, config, before.writer)
+    return before.records, journal(rounds, config, before.writer)
 
 
 def _check_same(case: Case, home: Path) -> None:
     """A run counts only as the experiment it began as, though perhaps with another end."""
     check_files(home, case.config)
-    if identity(parse_config(read_config(home), str(home))) != identity(case.config):
+    if fingerprint(parse_config(read_config(home), str(home))) != fingerprint(case.config):
         raise CompareError(
             f"{case.name} was begun with other settings; choose another --out, or remove it"
         )
@@ -195,17 +202,15 @@ class Cost:
     gigabytes: float
 
 
-def cost_of(records: Records, config: Config) -> Cost:
-    """What these rounds cost."""
+def cost_of(spent: Totals, config: Config) -> Cost:
+    """What rounds cost, in the units of the paper's table."""
     per_sample = config.workload.epochs * config.workload.flops_per_sample
-    work = sum(d.flops_ratio * d.samples for r in records for d in r.devices if d.compute_s)
-    bill = bill_of(records)
     return Cost(
-        rounds=len(records),
-        energy_kj=bill.energy_j / 1e3,
-        latency_min=bill.latency_s / 60,
-        tflops=work * per_sample / 1e12,
-        gigabytes=bill.bytes_up / 1e9,
+        rounds=spent.rounds,
+        energy_kj=spent.energy_j / 1e3,
+        latency_min=spent.latency_s / 60,
+        tflops=spent.passes * per_sample / 1e12,
+        gigabytes=spent.bytes_up / 1e9,
     )
 
 
@@ -220,7 +225,7 @@ class Spent:
 def cost_to(records: Records, config: Config, target: float) -> Spent:
     """What it cost until the target accuracy was first seen, else all of it."""
     rounds = rounds_to(target, records)
-    return Spent(cost_of(records[:rounds], config), reached=rounds is not None)
+    return Spent(cost_of(total(records[:rounds]), config), reached=rounds is not None)
 
 
 def over_budget(records: Records, config: Config) -> float:
@@ -247,7 +252,7 @@ def _recost_round(
     record: RoundRecord, config: Config, profiles: Mapping[str, Profile]
 ) -> RoundRecord | None:
     taking_part = [d.device for d in record.devices]
-    benched = any(d.kind == "benched" for d in record.devices)
+    benched = any(d.status is Status.SUSPENDED for d in record.devices)
     if benched or max(taking_part, default=0) >= config.fleet.devices:
         return None
     samples = np.ones(config.fleet.devices)
@@ -324,7 +329,7 @@ def _mean(costs: Sequence[Cost]) -> Cost:
 
 def papers_rows(preset: str) -> Mapping[str, Sequence[float]]:
     """The paper's own figures for a preset, by method; none if it has no such experiment."""
-    text = resources.files("anycostfl").joinpath("papers_table.toml").read_text()
+    text = resources.files("anycostfl").joinpath("evaluation", "papers_table.toml").read_text()
     rows: Mapping[str, Sequence[float]] = tomllib.loads(text).get(preset, {})
     return rows
 
@@ -416,9 +421,9 @@ def to_curves(runs: Mapping[str, Sequence[tuple[Config, Records]]]) -> str:
     for method, of_method in runs.items():
         for config, records in of_method:
             known = config.training.learning_rate, config.run.seed
-            for number, record in enumerate(records, 1):
+            for record, spent_by_then in zip(records, running_totals(records)[1:], strict=True):
                 if record.accuracy is not None:
-                    cost = cost_of(records[:number], config)
+                    number, cost = record.round + 1, cost_of(spent_by_then, config)
                     values = (f"{getattr(cost, name):.6g}" for name in spent)
                     writer.writerow([method, *known, number, record.accuracy, *values])
     return out.getvalue()

@@ -1,6 +1,7 @@
 """What the strategies of a round promise: divergence, gain, convergence (Sec. IV-B, IV-C).
 
     Lemma 1     E‖δ_i‖² <= (1 − α(2−α)√β)² E‖u_i‖²
+    Theorem 1   p_i ∝ 1 / (1 − α_i(2−α_i)√β_i)²
     Lemma 2     E‖Δ‖² <= I·ε·η² Σ p_i² (1 − α_i(2−α_i)√β_i)² E‖∇F‖²
     gain        g_i = α_i⁴ β_i,  g = mean of g_i
     Theorem 2   F(w_T) − F* <= Z^{T−1} (F(w_0) − F*),  Z = 1 − (ν/λ)(1 − ε(1 − g^min))
@@ -30,6 +31,7 @@ from anycostfl.checks import FloatArray, Interval
 from anycostfl.errors import ConfigError, UnknownNameError
 
 SHARE = Interval(0.0, 1.0)
+LEAST_RATIO = 1e-3  # no update counts as closer to the truth than 0.1 % of its norm
 
 
 def divergence_ratio(alpha: npt.ArrayLike, beta: npt.ArrayLike) -> FloatArray:
@@ -140,3 +142,22 @@ def rounds_to(target: float, *, factor: float, start: float) -> float:
     if factor <= 0.0:
         return 2.0
     return 1.0 + math.ceil((math.log(target) - math.log(start)) / math.log(factor) - 1e-12)
+
+
+def optimal_weights(
+    alpha: npt.ArrayLike, beta: npt.ArrayLike, *, samples: npt.ArrayLike | None = None
+) -> FloatArray:
+    """Theorem 1: weights that sum to one and minimise Lemma 2's bound; times |D_i| if given.
+
+    Deviations: the ratio is bounded away from zero, as p* is singular at α = β = 1; the sample
+    counts, which the paper leaves out.
+    """
+    ratio = np.atleast_1d(np.maximum(divergence_ratio(alpha, beta), LEAST_RATIO))
+    weights: FloatArray = ratio**-2.0
+    if samples is not None:
+        allowed = Interval(0.0, open_low=True)
+        if not np.all(allowed.contains(samples)):
+            raise ConfigError([f"samples: given {samples}, must be {allowed}"])
+        weights = weights * np.asarray(samples, np.float64)
+    shares: FloatArray = weights / weights.sum()
+    return shares

@@ -12,11 +12,75 @@ exponent is the paper's 3.76; the paper leaves the constant out.
 
 from __future__ import annotations
 
+from dataclasses import dataclass, fields
+from typing import Annotated
+
 import numpy as np
 import numpy.typing as npt
 
-from anycostfl.checks import FloatArray
-from anycostfl.types import Devices, Workload
+from anycostfl.checks import (
+    AtLeastZero,
+    AtMost,
+    Count,
+    FloatArray,
+    Positive,
+    PositiveArray,
+    check_fields,
+)
+from anycostfl.errors import ConfigError
+
+
+@dataclass(frozen=True, slots=True)
+class Workload:
+    """What one round of the full model asks of a device: W per sample, S per upload, τ."""
+
+    flops_per_sample: Positive
+    size_bits: Positive
+    epochs: Count = 1
+
+    def __post_init__(self) -> None:
+        check_fields(self)
+
+
+@dataclass(frozen=True, slots=True)
+class Devices:
+    """Many devices as one array per quantity; build it with `make_devices`.
+
+    `overhead` is what does not shrink with the width, as a share of the full model's cycles.
+    """
+
+    samples: PositiveArray
+    flops_per_cycle: PositiveArray
+    energy_coefficient: PositiveArray
+    frequency_min_hz: Annotated[PositiveArray, AtMost("frequency_max_hz")]
+    frequency_max_hz: PositiveArray
+    rate_bps: PositiveArray
+    power_w: PositiveArray
+    latency_s: PositiveArray
+    energy_j: PositiveArray
+    overhead: Annotated[FloatArray, AtLeastZero]
+
+    def __post_init__(self) -> None:
+        check_fields(self)
+
+    def __len__(self) -> int:
+        return len(self.samples)
+
+    def take(self, index: slice | npt.NDArray[np.intp]) -> Devices:
+        """The devices at these positions."""
+        return Devices(*(getattr(self, item.name)[index] for item in fields(self)))
+
+
+def make_devices(**quantities: npt.ArrayLike) -> Devices:
+    """Devices from numbers and arrays, every one repeated to the common length; no overhead."""
+    given = {"overhead": 0.0, **quantities}
+    columns = {name: np.asarray(value, np.float64) for name, value in given.items()}
+    several = {name: c.shape for name, c in columns.items() if c.shape not in ((), (1,))}
+    shape, *others = {*several.values()} or {(1,)}
+    if others or len(shape) > 1:
+        words = ", ".join(f"{name} {shape}" for name, shape in several.items())
+        raise ConfigError([f"given shapes {words}; allowed one length for all"], "devices")
+    return Devices(**{name: np.broadcast_to(column, shape) for name, column in columns.items()})
 
 
 def compute_cycles(devices: Devices, workload: Workload) -> FloatArray:

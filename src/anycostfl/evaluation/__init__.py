@@ -1,0 +1,1 @@
+"""Many runs side by side: comparisons, sweeps, the paper's tables."""

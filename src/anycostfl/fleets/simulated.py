@@ -1,0 +1,162 @@
+"""A simulated fleet: every device of the experiment on this machine, each with its own samples.
+
+Devices, their positions and budgets are drawn (`planning.draw`); what they compute and send is
+real. They run one after the other in this process, or on several at once (`fleets.pool`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, nullcontext
+from dataclasses import dataclass
+from typing import Protocol, Self
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from anycostfl import data
+from anycostfl.config import profiles_of
+from anycostfl.device import TEST_CHUNK, DeviceRuntime, Job, Reply, Samples, count_correct
+from anycostfl.experiment import Experiment
+from anycostfl.fleets.attackers import Attackers, choose_attackers
+from anycostfl.planning.draw import choose, draw_cohort
+from anycostfl.rounds import Offers, RoundPlan
+from anycostfl.server.suspensions import Suspensions
+from anycostfl.state import State
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Holdings:
+    """The samples of all devices, and those to test on."""
+
+    train: Samples
+    test: Samples
+    index: Tensor  # of all devices' training samples, one device after the other
+    ends: Tensor  # where each device's samples end in the index
+
+    @classmethod
+    def of(cls, dataset: data.Dataset, parts: data.Partition) -> Self:
+        """A dataset split over a fleet."""
+        return cls(
+            train=(dataset.train_images, dataset.train_labels),
+            test=(dataset.test_images, dataset.test_labels),
+            index=torch.from_numpy(np.concatenate(parts)),
+            ends=torch.tensor([len(part) for part in parts]).cumsum(0),
+        )
+
+    def samples_of(self, device: int) -> Samples:
+        """What a device trains on."""
+        start = int(self.ends[device - 1]) if device else 0
+        chosen = self.index[start : int(self.ends[device])]
+        return self.train[0][chosen], self.train[1][chosen]
+
+    def counts(self) -> npt.NDArray[np.int64]:
+        """How many samples every device holds."""
+        return np.diff(self.ends.numpy(), prepend=0)
+
+    def test_chunks(self) -> range:
+        """Where each chunk of the test samples starts."""
+        return range(0, len(self.test[1]), TEST_CHUNK)
+
+
+class Executor(Protocol):
+    """Runs what simulated devices do."""
+
+    def perform(self, jobs: Sequence[Job]) -> Iterator[Reply]:
+        """The replies, in the order of the jobs."""
+
+    def correct(self) -> int:
+        """The number of correct predictions of the global model on all test samples."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class InProcess:
+    """One device after the other, on the weights that the traced model holds at that moment."""
+
+    runtime: DeviceRuntime
+    holdings: Holdings
+    attackers: Attackers
+
+    def perform(self, jobs: Sequence[Job]) -> Iterator[Reply]:
+        """The replies, in the order of the jobs."""
+        return map(self.perform_one, jobs)
+
+    def correct(self) -> int:
+        """The number of correct predictions of the global model on all test samples."""
+        return sum(map(self.correct_in, self.holdings.test_chunks()))
+
+    def perform_one(self, job: Job) -> Reply:
+        """Cut the device's sub-model and let the device train it on its own samples."""
+        sub, samples = self.runtime.net.shrink(job.alpha), self.holdings.samples_of(job.device)
+        return self.runtime.perform(sub, samples, job, self.attackers.learn)
+
+    def correct_in(self, start: int) -> int:
+        """The number of correct predictions in one chunk of the test samples."""
+        inputs, targets = (part[start : start + TEST_CHUNK] for part in self.holdings.test)
+        module = self.runtime.net.shrink(1.0).module
+        return count_correct(module, inputs, targets, self.runtime.training)
+
+
+class SimulatedFleet:
+    """All devices of an experiment; what they remember lives here."""
+
+    def __init__(
+        self,
+        experiment: Experiment,
+        holdings: Holdings,
+        *,
+        memories: Mapping[int, State] | None = None,
+        executor: Callable[[InProcess], AbstractContextManager[Executor]] = nullcontext,
+    ) -> None:
+        self._experiment, self._config = experiment, experiment.config
+        self._holdings, self._counts = holdings, holdings.counts()
+        self._profiles = profiles_of(self._config.fleet)
+        self._memories = dict(memories or {})
+        fleet, seed = self._config.fleet, self._config.run.seed
+        attackers = choose_attackers(self._config.attack, fleet.devices, seed)
+        self._local = InProcess(experiment.runtime, holdings, attackers)
+        self._executor: Executor = self._local
+        self._open_executor, self._stack = executor, ExitStack()
+
+    def __enter__(self) -> Self:
+        self._executor = self._stack.enter_context(self._open_executor(self._local))
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stack.close()
+
+    def offers(self, number: int, suspensions: Suspensions) -> Offers:
+        """Draw the cohort of a round with its budgets."""
+        fleet, seed = self._config.fleet, self._config.run.seed
+        everyone = range(fleet.devices)
+        cohort = draw_cohort(
+            fleet,
+            seed=seed,
+            round_index=number,
+            samples=self._counts,
+            profiles=self._profiles,
+            ready=suspensions.available(everyone, number),
+        )
+        drawn = choose(fleet, everyone, seed=seed, round_index=number)
+        return Offers(cohort, drawn.tolist())
+
+    def perform(self, plan: RoundPlan) -> Iterator[Reply]:
+        """Let every device do its job; its memory is kept for its next one."""
+        self._experiment.net.load(plan.model)
+        memories = self._memories
+        jobs = [a.job(memories.get(a.device), plan.moved) for a in plan.assignments]
+        for reply in self._executor.perform(jobs):
+            if reply.memory:
+                memories[reply.device] = reply.memory
+            yield reply
+
+    def evaluate(self, weights: State) -> float | None:
+        """The accuracy on all test samples."""
+        self._experiment.net.load(weights)
+        return self._executor.correct() / len(self._holdings.test[1])
+
+    def memory(self) -> Mapping[int, State]:
+        """What devices have left over."""
+        return dict(self._memories)

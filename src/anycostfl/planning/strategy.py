@@ -1,0 +1,114 @@
+"""Strategies: what every device does in a round, within which limits, and what holds it back."""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass, fields
+from typing import Annotated
+
+import numpy as np
+import numpy.typing as npt
+
+from anycostfl.checks import AtMost, FloatArray, Interval, check_fields
+
+
+@dataclass(frozen=True, slots=True)
+class Caps:
+    """The caps on α and β of (P1); those on f belong to each device.
+
+    `upload_ratio` is for methods that plan no β: αβ, what a device uploads relative to S.
+    """
+
+    alpha_min: Annotated[float, Interval(0.0, 1.0, open_low=True)] = 0.25
+    beta_min: Annotated[float, Interval(0.0, 1.0), AtMost("beta_max")] = 0.0
+    beta_max: Annotated[float, Interval(0.0, 1.0, open_low=True)] = 1 / 15
+    upload_ratio: Annotated[float | None, Interval(0.0, 1.0, open_low=True)] = None
+
+    def __post_init__(self) -> None:
+        check_fields(self)
+
+
+@dataclass(frozen=True, slots=True)
+class Limits(Caps):
+    """The caps, and what updates are coded with: a measured codec has a gain of its own."""
+
+    codec: str = "kernel"
+
+
+class Reason(enum.IntEnum):
+    """Why no strategy fits a device's budgets."""
+
+    FEASIBLE = 0
+    LATENCY = 1  # even at f^max the smallest strategy takes too long
+    ENERGY = 2  # even at f^min the smallest strategy takes too much energy
+    BOTH = 3  # fast enough or frugal enough, but not at the same clock
+    RADIO = 4  # the smallest upload alone breaks a budget
+
+    def __str__(self) -> str:
+        return self.name.lower()
+
+
+class Binds(enum.IntFlag):
+    """The constraints that hold with equality."""
+
+    LATENCY = 1
+    ENERGY = 2
+    ALPHA_MIN = 4
+    ALPHA_MAX = 8
+    BETA_MIN = 16
+    BETA_MAX = 32
+    FREQUENCY_MIN = 64
+    FREQUENCY_MAX = 128
+
+    def words(self) -> list[str]:
+        """The constraints in words."""
+        return [str(flag.name).lower().replace("_", " ") for flag in Binds if flag in self]
+
+
+@dataclass(frozen=True, slots=True)
+class Strategy:
+    """What one device does this round."""
+
+    alpha: float
+    beta: float
+    frequency_hz: float
+    gain: float
+    latency_s: float
+    energy_j: float
+
+
+@dataclass(frozen=True, slots=True)
+class Strategies:
+    """One strategy per device, as arrays; a device that sits out has zeros everywhere.
+
+    `quality` is what β is worth with the codec: β itself for the paper's, so that the gain is
+    α⁴·quality.
+
+    `latency_floor_s` and `energy_floor_j` are the least time (at f^max) and the least energy (at
+    f^min) of any strategy. `least_latency_s` is the least latency budget under which the device
+    could take part with its energy budget, raised to the floor if it is below, and
+    `least_energy_j` the same with the roles exchanged.
+    """
+
+    alpha: FloatArray
+    beta: FloatArray
+    frequency_hz: FloatArray
+    quality: FloatArray
+    gain: FloatArray
+    latency_s: FloatArray
+    energy_j: FloatArray
+    latency_slack_s: FloatArray
+    energy_slack_j: FloatArray
+    feasible: npt.NDArray[np.bool_]
+    reason: npt.NDArray[np.uint8]
+    binds: npt.NDArray[np.uint8]
+    least_latency_s: FloatArray
+    least_energy_j: FloatArray
+    latency_floor_s: FloatArray
+    energy_floor_j: FloatArray
+
+    def __len__(self) -> int:
+        return len(self.alpha)
+
+    def __getitem__(self, device: int) -> Strategy:
+        return Strategy(*(float(getattr(self, item.name)[device]) for item in fields(Strategy)))

@@ -1,0 +1,1 @@
+"""A run on disk: what happened in every round, and where to resume."""

@@ -1,0 +1,123 @@
+"""The journal: one round per line as JSON, the same bytes whenever the run is repeated.
+
+Every line carries the version of its schema. Version 1 had no such key and told a device's status
+as one text ("refused: damaged: …"); it is read as if it had been written today.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from anycostfl.records.round import DeviceRecord, RoundRecord, Status
+
+SCHEMA = 2
+LARGEST = 1 << 62  # of a whole number
+
+OLD_STATUSES = {"sat out": "infeasible", "benched": "suspended", "left out": "excluded"}
+OLD_BOTH = "latency and energy together"
+"""How version 1 named what is called otherwise since."""
+
+
+def format_record(record: RoundRecord) -> str:
+    """A round as one line; ValueError if it could not be read back."""
+    _check(record)
+    return json.dumps({"schema": SCHEMA, **dataclasses.asdict(record)})
+
+
+def parse_record(line: bytes | str) -> RoundRecord:
+    """The round in a line; ValueError, TypeError, KeyError or RecursionError if there is none."""
+    table = json.loads(line)
+    schema = table.get("schema", 1) if isinstance(table, dict) else 1
+    if schema not in (1, SCHEMA):
+        raise ValueError(f"schema {schema!r}; this program reads 1 to {SCHEMA}")
+    read = _device if schema == SCHEMA else _old_device
+    record = RoundRecord(
+        round=table["round"],
+        accuracy=table["accuracy"],
+        devices=tuple(read(device) for device in table["devices"]),
+        step_bytes=table.get("step_bytes", 0),
+    )
+    _check(record)
+    return record
+
+
+def _device(table: Mapping[str, Any]) -> DeviceRecord:
+    known = {**table, "status": Status(table["status"]), "binds": tuple(table.get("binds", ()))}
+    return DeviceRecord(**known)
+
+
+def _old_device(table: Mapping[str, Any]) -> DeviceRecord:
+    """A device of version 1: the cause stands in the status where there is one."""
+    known = {key: value for key, value in table.items() if key != "surplus"}
+    word, _, rest = str(table["status"]).partition(": ")
+    cause, detail = "", rest
+    if word == "refused":
+        cause, _, detail = rest.partition(": ")
+    elif word == "sat out":
+        cause, detail = "both" if rest == OLD_BOTH else rest, ""
+    known |= {"status": OLD_STATUSES.get(word, word), "cause": cause, "detail": detail}
+    return _device({**known, "duplicates": len(table.get("surplus", ()))})
+
+
+def parse_journal(
+    copies: Sequence[Sequence[bytes]], remarks: list[str], names: tuple[str, str]
+) -> Iterator[RoundRecord]:
+    """Rounds 0, 1, 2 … up to the end or the first line that is intact in no copy."""
+    restored: list[int] = []
+    for number in range(max(map(len, copies))):
+        problems: list[str] = []
+        found = (_parse_line(lines, number, problems) for lines in copies)
+        record = next((record for record in found if record is not None), None)
+        if record is None:
+            remarks.append(f"{names[0]} is damaged from line {number + 1} on ({problems[0]})")
+            break
+        if problems:
+            restored.append(number + 1)
+        yield record
+    if restored:
+        also = f" and {len(restored) - 1} more" if restored[1:] else ""
+        remarks.append(f"{names[0]} is damaged in line {restored[0]}{also}; {names[1]} was used")
+
+
+def _parse_line(lines: Sequence[bytes], number: int, problems: list[str]) -> RoundRecord | None:
+    """The round of that number, or None after adding to the problems."""
+    try:
+        record = parse_record(lines[number])
+    except IndexError:
+        problems.append("it ends there")
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+        problems.append(str(error))
+    else:
+        if record.round == number:
+            return record
+        problems.append(f"it holds round {record.round}")
+    return None
+
+
+_KINDS: Mapping[str, type | tuple[type, ...]] = {
+    "int": int,
+    "float": (int, float),
+    "float | None": (int, float, type(None)),
+    "str": str,
+    "Status": Status,
+    "tuple[str, ...]": tuple,
+    "tuple[DeviceRecord, ...]": tuple,
+}
+_FIELDS = {
+    kind: [(item.name, _KINDS[str(item.type)]) for item in dataclasses.fields(kind)]
+    for kind in (RoundRecord, DeviceRecord)
+}
+
+
+def _check(record: RoundRecord) -> None:
+    """Refuse a value that is not of its field's type, or a number no journal can hold."""
+    for part in (record, *record.devices):
+        for name, kind in _FIELDS[type(part)]:
+            value = getattr(part, name)
+            if not isinstance(value, kind) or (isinstance(value, int) and abs(value) > LARGEST):
+                raise ValueError(f"{name} is {str(value)[:40]!r}")
+        if isinstance(part, DeviceRecord) and not all(isinstance(w, str) for w in part.binds):
+            raise ValueError("binds are not words")

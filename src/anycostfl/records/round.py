@@ -1,0 +1,174 @@
+"""What a round was: every device's status, what it did and paid; sums of rounds."""
+
+from __future__ import annotations
+
+import enum
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+
+
+class Status(enum.StrEnum):
+    """What became of a device in a round."""
+
+    OK = "ok"
+    INFEASIBLE = "infeasible"
+    SUSPENDED = "suspended"
+    MISSING = "missing"
+    FAILED = "failed"
+    REFUSED = "refused"
+    EXCLUDED = "excluded"
+    UNUSED = "unused"
+
+    @property
+    def meaning(self) -> str:
+        """One phrase for tables and pages."""
+        return _MEANINGS[self]
+
+
+_MEANINGS = {
+    Status.OK: "the update was used",
+    Status.INFEASIBLE: "no strategy fits its budgets",
+    Status.SUSPENDED: "it was refused too often",
+    Status.MISSING: "no reply, or not in time",
+    Status.FAILED: "the device reported that it has no update",
+    Status.REFUSED: "the reply is not an update of what was asked",
+    Status.EXCLUDED: "its updates point away from those of the others",
+    Status.UNUSED: "the update is fine, but too few arrived to use it",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceRecord:
+    """What one device of a cohort did, and what it paid.
+
+    `cause` is one word that says why a status is not ok (`damaged`, `energy`, …), `detail` a
+    sentence about it.
+    """
+
+    device: int
+    status: Status
+    cause: str = ""
+    detail: str = ""
+    samples: int = 0
+    distance_m: float = 0.0
+    rate_bps: float = 0.0
+    budget_j: float = 0.0
+    alpha: float = 0.0
+    beta: float = 0.0
+    frequency_hz: float = 0.0
+    gain: float = 0.0
+    flops_ratio: float = 0.0
+    weight: float = 0.0
+    bytes_up: int = 0
+    bytes_down: int = 0
+    wire_bytes_up: int = 0  # of whole messages; 0 in the simulator, which sends none
+    wire_bytes_down: int = 0
+    compute_s: float = 0.0
+    upload_s: float = 0.0
+    compute_j: float = 0.0
+    upload_j: float = 0.0
+    binds: tuple[str, ...] = ()
+    duplicates: int = 0  # further replies of the device in this round, all refused
+    agreement: float | None = None  # cosine with the others' updates, where it was computed
+
+    @property
+    def latency_s(self) -> float:
+        """Computing, then uploading."""
+        return self.compute_s + self.upload_s
+
+    @property
+    def energy_j(self) -> float:
+        """Of computing and of uploading."""
+        return self.compute_j + self.upload_j
+
+    @property
+    def explained(self) -> str:
+        """The status with its cause and detail, as one line."""
+        return ": ".join(filter(None, (self.status, self.cause, self.detail)))
+
+
+@dataclass(frozen=True, slots=True)
+class RoundRecord:
+    """One round: how good the model is after it, and what each device of the cohort did."""
+
+    round: int
+    accuracy: float | None
+    devices: tuple[DeviceRecord, ...]
+    step_bytes: int = 0  # of the step to the next public model, if there is one (`downlink`)
+
+    @property
+    def latency_s(self) -> float:
+        """The round lasts as long as its slowest device."""
+        return max((d.latency_s for d in self.devices), default=0.0)
+
+    @property
+    def energy_j(self) -> float:
+        """Of all devices together."""
+        return sum(d.energy_j for d in self.devices)
+
+    @property
+    def bytes_up(self) -> int:
+        """All payloads."""
+        return sum(d.bytes_up for d in self.devices)
+
+    @property
+    def bytes_down(self) -> int:
+        """All sub-models, or steps to the public model."""
+        return sum(d.bytes_down for d in self.devices)
+
+
+Records = Sequence[RoundRecord]
+
+
+@dataclass(frozen=True, slots=True)
+class Totals:
+    """What rounds cost together.
+
+    `passes` counts samples times the share of the full model's FLOPs that each took.
+    """
+
+    rounds: int = 0
+    latency_s: float = 0.0
+    energy_j: float = 0.0
+    bytes_up: int = 0
+    bytes_down: int = 0
+    passes: float = 0.0
+
+    def after(self, record: RoundRecord) -> Totals:
+        """The totals with one more round."""
+        return Totals(
+            rounds=self.rounds + 1,
+            latency_s=self.latency_s + record.latency_s,
+            energy_j=self.energy_j + record.energy_j,
+            bytes_up=self.bytes_up + record.bytes_up,
+            bytes_down=self.bytes_down + record.bytes_down,
+            passes=self.passes + sum(d.flops_ratio * d.samples for d in record.devices),
+        )
+
+
+def running_totals(records: Records) -> list[Totals]:
+    """What had been spent before the first round and after every one."""
+    return list(accumulate(records, Totals.after, initial=Totals()))
+
+
+def total(records: Records) -> Totals:
+    """What these rounds cost together."""
+    return running_totals(records)[-1]
+
+
+def rounds_to(target: float, records: Records) -> int | None:
+    """After how many rounds an accuracy was first reached; None if it was not."""
+    return next((i for i, r in enumerate(records, 1) if (r.accuracy or 0.0) >= target), None)
+
+
+def refusals(records: Records) -> dict[str, int]:
+    """How many replies were refused, by cause; the most frequent first."""
+    causes: Counter[str] = Counter()
+    for device in (d for record in records for d in record.devices):
+        if device.status is Status.REFUSED:
+            causes[device.cause] += 1
+        if device.duplicates:
+            causes["duplicate"] += device.duplicates
+    return dict(causes.most_common())

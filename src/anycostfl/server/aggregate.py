@@ -1,0 +1,126 @@
+"""All-in-one aggregation (Sec. III-D, eq. 5) and the server's step.
+
+    ũ[j] = Σ_i p_i m_i[j] u_i[j] / Σ_i p_i m_i[j],   0 where nobody sent element j
+    w_{t+1} = w_t − ũ_t
+
+One pass over the contributions: memory does not grow with the cohort. A sub-model is a prefix of
+every dimension after sorting, so its update is added through slices, without masks of global size.
+The weights p of Theorem 1 are `planning.theory.optimal_weights`.
+
+Beyond the paper, the server has a step size η and momentum μ; only where somebody sent element j,
+
+    v[j] ← μ v[j] + ũ[j],   w[j] ← w[j] − η v[j]
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Annotated, NamedTuple
+
+import torch
+from torch import Tensor
+
+from anycostfl.checks import Interval, Positive, check_fields
+from anycostfl.errors import ConfigError
+from anycostfl.shrink.widths import WidthPlan, add
+from anycostfl.state import State, Update
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Contribution:
+    """A decoded update in its sub-model's coordinates, the plan it belongs to, and its weight."""
+
+    plan: WidthPlan
+    update: Update
+    weight: float
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.weight < math.inf:
+            raise ConfigError([f"weight: given {self.weight}, must be finite and >= 0"])
+
+
+@dataclass(frozen=True, slots=True)
+class ServerOptimizer:
+    """How the global model follows what the devices agree on.
+
+    step: how far it goes.
+    momentum: how much of the last step of an element goes into its next one; unset, the method's.
+    """
+
+    step: Positive = 1.0
+    momentum: Annotated[float | None, Interval(0.0, 0.999)] = None
+
+    def __post_init__(self) -> None:
+        check_fields(self)
+
+
+class Move(NamedTuple):
+    """What devices agree on for a tensor, 0 where too few sent anything, and where they did."""
+
+    step: Tensor
+    sent: Tensor
+
+
+def aggregate(like: State, contributions: Iterable[Contribution]) -> dict[str, Tensor]:
+    """The next global state: the weighted mean of the updates, element by element.
+
+    Tensors that nobody sends (running statistics) stay as they are. Sums are kept in float64.
+    """
+    return apply_moves(like, weighted_means(like, contributions), ServerOptimizer(), {})[0]
+
+
+def weighted_means(
+    like: State, contributions: Iterable[Contribution], least: int = 1
+) -> dict[str, Move]:
+    """Eq. 5 in one pass; an element that fewer than `least` devices sent does not move."""
+    sums: dict[str, Tensor] = {}
+    weights: dict[str, Tensor] = {}
+    counts: dict[str, Tensor] = {}  # only where more than one device must agree
+    for contribution in contributions:
+        for name, values in contribution.update.values.items():
+            if name not in sums:
+                sums[name] = torch.zeros(like[name].shape, dtype=torch.float64)
+                weights[name] = torch.zeros_like(sums[name])
+                if least > 1:
+                    counts[name] = torch.zeros_like(sums[name])
+            region, mask = contribution.plan.index[name], contribution.update.masks[name]
+            add(sums[name], region, values, contribution.weight)  # zero outside the mask
+            add(weights[name], region, mask, contribution.weight)
+            if least > 1:
+                add(counts[name], region, mask, 1.0)
+    moves = {}
+    for name, total in sums.items():
+        step = total / torch.where(weights[name] > 0, weights[name], 1.0)
+        enough = counts[name] >= least if least > 1 else weights[name] > 0
+        moves[name] = Move(torch.where(enough, step, 0.0), enough)
+    return moves
+
+
+def apply_moves(
+    weights: State, moves: Mapping[str, Move], optimizer: ServerOptimizer, velocity: State
+) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """The next global state and velocity; the velocity is empty before the first round.
+
+    Without momentum it stays empty. It lives in global coordinates, so it moves with the channels.
+    """
+    if optimizer.momentum:
+        velocity = velocity or {n: torch.zeros_like(w) for n, w in weights.items()}
+        velocity = {n: _carry(v, moves.get(n), optimizer.momentum) for n, v in velocity.items()}
+        moves = {n: m._replace(step=velocity[n].where(m.sent, 0.0)) for n, m in moves.items()}
+    state = {
+        name: (w.detach() - optimizer.step * moves[name].step).to(w.dtype)
+        if name in moves
+        else w.detach().clone()
+        for name, w in weights.items()
+    }
+    return state, dict(velocity)
+
+
+def _carry(velocity: Tensor, move: Move | None, momentum: float) -> Tensor:
+    """What nobody sent neither moves nor fades: nothing new is known about it."""
+    if move is None:
+        return velocity
+    carried = momentum * velocity.double() + move.step
+    return torch.where(move.sent, carried, velocity).to(velocity.dtype)

@@ -1,0 +1,131 @@
+"""Rules for a server that takes updates from machines it does not own (docs/security.md).
+
+Sizes are clipped to their round's median, updates that point away from the others are excluded,
+elements that too few devices sent stay as they are, and trimmed means or medians can replace the
+paper's weighted mean.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Annotated
+
+import torch
+from torch import Tensor
+
+from anycostfl.checks import Count, Interval, OneOf, check_fields
+from anycostfl.server.aggregate import Contribution, Move, weighted_means
+from anycostfl.shrink.widths import add, take
+from anycostfl.state import State, Update
+
+
+@dataclass(frozen=True, slots=True)
+class Robustness:
+    """Which updates are believed, and how far; the first two hold against single devices.
+
+    clip: no update counts as larger than this many times its round's median; 0 is off.
+    agree: a device is excluded while its updates so far agreed with the others less than this share
+        of what the median update does; 0 is off.
+    least: an element that fewer devices sent stays as it is.
+    combine: `mean` is the paper's; `trimmed` and `median` ignore weights and hold all updates of a
+        round in memory.
+    trim: the share that `trimmed` drops at either end.
+    """
+
+    clip: Annotated[float, Interval(0.0)] = 5.0
+    agree: Annotated[float, Interval(0.0, 1.0)] = 0.0
+    least: Count = 1
+    combine: Annotated[str, OneOf(("mean", "trimmed", "median"))] = "mean"
+    trim: Annotated[float, Interval(0.0, 0.5)] = 0.2
+
+    def __post_init__(self) -> None:
+        check_fields(self)
+
+
+OPEN = Robustness(clip=0.0)
+"""The paper's rules: every update is believed."""
+DEFENCE = Robustness(clip=2.0, agree=0.2)
+"""For fleets with attackers (docs/security.md)."""
+
+
+def combine(
+    like: State, contributions: Iterable[Contribution], rules: Robustness
+) -> dict[str, Move]:
+    """What the devices agree on, as the rules combine it."""
+    if rules.combine == "mean":
+        return weighted_means(like, contributions, rules.least)
+    return _ranked_means(like, list(contributions), rules)
+
+
+def _ranked_means(
+    like: State, contributions: Sequence[Contribution], rules: Robustness
+) -> dict[str, Move]:
+    """The mean of the middle ranks among the devices that sent an element."""
+    names = dict.fromkeys(n for c in contributions for n in c.update.values)
+    moves = {}
+    for name in names:
+        shape = (len(contributions), *like[name].shape)
+        values, sent = torch.zeros(shape, dtype=torch.float64), torch.zeros(shape)
+        for i, c in enumerate(contributions):
+            if name in c.update.values:
+                add(values[i], c.plan.index[name], c.update.values[name], 1.0)
+                add(sent[i], c.plan.index[name], c.update.masks[name], 1.0)
+        moves[name] = _middle(values, sent > 0, rules)
+    return moves
+
+
+def _middle(values: Tensor, sent: Tensor, rules: Robustness) -> Move:
+    count = sent.sum(0)
+    trim = 0.5 if rules.combine == "median" else rules.trim
+    out = torch.minimum((trim * count).long(), (count - 1) // 2)  # at least one is left
+    ordered = torch.where(sent, values, torch.inf).sort(0).values
+    rank = torch.arange(len(values)).view(-1, *[1] * (values.dim() - 1))
+    inside = (rank >= out) & (rank < count - out)
+    mean = torch.where(inside, ordered, 0.0).sum(0) / (count - 2 * out)
+    enough = count >= rules.least
+    return Move(torch.where(enough, mean, 0.0), enough)
+
+
+def size_of(update: Update) -> float:
+    """Root mean square over all elements of the sub-model, so that widths compare."""
+    square = sum(float(v.double().square().sum()) for v in update.values.values())
+    return math.sqrt(square / max(sum(v.numel() for v in update.values.values()), 1))
+
+
+def clip_bound(sizes: Iterable[float], rules: Robustness) -> float:
+    """The size beyond which an update of this round is scaled down; infinite if it is off.
+
+    Of two middle ones the smaller: half of the devices may inflate their updates and gain nothing.
+    """
+    known = [size for size in sizes if size > 0]
+    return rules.clip * statistics.median_low(known) if rules.clip and known else math.inf
+
+
+def clipped(update: Update, bound: float) -> Update:
+    """The update, scaled down if it is larger than the bound."""
+    size = size_of(update)
+    if size <= bound:
+        return update
+    return Update({n: v * (bound / size) for n, v in update.values.items()}, update.masks)
+
+
+def agreements(like: State, contributions: Callable[[], Iterable[Contribution]]) -> list[float]:
+    """The cosine of each update with the sum of all others, over the elements it sent."""
+    total = {name: torch.zeros_like(w, dtype=torch.float64) for name, w in like.items()}
+    for c in contributions():
+        for name, values in c.update.values.items():
+            add(total[name], c.plan.index[name], values, c.weight)
+    found = []
+    for c in contributions():
+        product = own = others = 0.0
+        for name, values in c.update.values.items():
+            rest = take(total[name], c.plan.index[name]) - c.weight * values.double()
+            rest = rest * c.update.masks[name]
+            product += float((rest * values).sum())
+            own += float(values.double().square().sum())
+            others += float(rest.square().sum())
+        found.append(product / math.sqrt(own * others) if own and others else 0.0)
+    return found
