@@ -126,8 +126,9 @@ class DeviceRuntime:
         """The number of correct predictions of the full model."""
         module = self.net.shrink(1.0).module
         starts = range(0, len(samples[1]), TEST_CHUNK)
-        chunks = ([part[at : at + TEST_CHUNK] for part in samples] for at in starts)
-        return sum(count_correct(module, *chunk, self.training) for chunk in chunks)
+        return sum(
+            count_correct(module, chunk_of(samples, start), self.training) for start in starts
+        )
 
     def _permuted(self, state: State, order: Order) -> State:
         return self.net.permute(state, order) if order else state
@@ -240,14 +241,18 @@ def step(
     torch._foreach_add_(weights, gradients, alpha=-training.learning_rate)
 
 
+def chunk_of(samples: Samples, start: int) -> Samples:
+    """The samples of one chunk."""
+    inputs, targets = samples
+    return inputs[start : start + TEST_CHUNK], targets[start : start + TEST_CHUNK]
+
+
 @torch.no_grad()
-def count_correct(
-    module: nn.Module, inputs: Tensor, targets: Tensor, training: Training, batch: int = 100
-) -> int:
+def count_correct(module: nn.Module, samples: Samples, training: Training, batch: int = 100) -> int:
     """The number of correct predictions; leaves the module in evaluation mode."""
     device = "cpu" if training.device == "auto" else training.device
     module.to(device)
-    inputs, targets = inputs.to(device), targets.to(device)
+    inputs, targets = (part.to(device) for part in samples)
     if training.channels_last and inputs.dim() == 4:
         _lay_out(module, torch.channels_last)
         inputs = inputs.contiguous(memory_format=torch.channels_last)

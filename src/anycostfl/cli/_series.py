@@ -15,9 +15,10 @@ import typer
 from anycostfl.cli._console import emit_json, err, out, say, table
 from anycostfl.config import Config, load_preset
 from anycostfl.errors import ConfigError
-from anycostfl.evaluation.compare import TRIAL, Case, CompareError, Records, Series
+from anycostfl.evaluation.compare import TRIAL, Case, CompareError, Series
 from anycostfl.experiment import resolve
 from anycostfl.files import exclusive_lock, open_nofollow, writing_to
+from anycostfl.records.round import Records
 from anycostfl.simulate import count_workers
 
 EVERY = 10  # rounds between two lines of progress

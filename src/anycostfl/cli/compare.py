@@ -37,7 +37,6 @@ from anycostfl.errors import AnycostError, ConfigError, MissingExtraError
 from anycostfl.evaluation.compare import (
     HEADER,
     Enough,
-    Records,
     Row,
     Series,
     as_cells,
@@ -51,6 +50,7 @@ from anycostfl.evaluation.compare import (
     to_markdown,
 )
 from anycostfl.files import atomic_write, writing_to
+from anycostfl.records.round import Records
 from anycostfl.report import draw_curves
 
 Runs = Mapping[str, Sequence[tuple[Config, Records]]]

@@ -15,12 +15,11 @@ import typer
 from anycostfl.cli._console import Json, out, say, table
 from anycostfl.cli._flower import hush_flower, need_flower
 from anycostfl.cli._options import MaybePreset, Overrides
-from anycostfl.cli._rounds import conclude, follow, free_folder, go_on
+from anycostfl.cli._rounds import conclude, follow, free_folder, resume_run
 from anycostfl.config import Config, load_preset, to_toml
 from anycostfl.errors import ConfigError
-from anycostfl.experiment import prepare
-from anycostfl.fleets.attackers import check_honest
-from anycostfl.records.round import RoundRecord
+from anycostfl.fleets.attackers import reject_attacks
+from anycostfl.records.round import RoundRecord, Status, total
 from anycostfl.records.run import RunWriter
 from anycostfl.runs import begin
 
@@ -32,7 +31,7 @@ def serve(
     preset: MaybePreset = None,
     set_: Overrides = None,
     out_dir: Annotated[Path | None, typer.Option("--out", help="Run directory")] = None,
-    resume: Annotated[Path | None, typer.Option(help="Go on with this run directory")] = None,
+    resume: Annotated[Path | None, typer.Option(help="Resume this run directory")] = None,
     host: Annotated[str, typer.Option(help="Address to listen on")] = "0.0.0.0",  # noqa: S104
     port: Annotated[int, typer.Option(help="The only port; devices need none")] = 9443,
     keys: Annotated[Path, typer.Option(help="Folder that `anycostfl keys` made")] = Path("keys"),
@@ -50,12 +49,12 @@ def serve(
         int | None, typer.Option(min=1, help="How many in all, else as the preset or the run says")
     ] = None,
 ) -> None:
-    """Train on the devices that join, and show what it cost. Ctrl-C stops it; --resume goes on."""
+    """Train on the devices that join, and show what it cost. Ctrl-C stops it; --resume resumes it."""
     need_flower()
     hush_flower()
+    from anycostfl.flower.fleet import RoundPolicy  # noqa: PLC0415
     from anycostfl.flower.keys import KeyFolder  # noqa: PLC0415 - optional
     from anycostfl.flower.link import Serving, check_port, open_link  # noqa: PLC0415
-    from anycostfl.flower.roster import Terms  # noqa: PLC0415
 
     _check_above_zero({"--deadline-s": deadline_s, "--patience-s": patience_s})
     folder = KeyFolder(keys)
@@ -64,7 +63,7 @@ def serve(
     check_port(host, port)
     if resume is not None:
         besides = {"a preset": preset, "--set": set_, "--out": out_dir}
-        before = go_on(resume, rounds, besides, simulated=False)
+        before = resume_run(resume, rounds, besides, simulated=False)
         config, writer, records = for_devices(before.config), before.writer, before.records
         check_counts(config, wait_for, min_replies)
         writer.reconfigure(to_toml(config))
@@ -73,8 +72,8 @@ def serve(
         config = for_devices(load_preset(name, [*(set_ or []), *changes]))
         check_counts(config, wait_for, min_replies)
         writer, records = _begin(config, name, out_dir), []
-    terms = Terms(deadline_s, wait_for or config.fleet.cohort, min_replies, patience_s)
-    serving = Serving(writer.folder, host, port, None if insecure else folder, terms)
+    policy = RoundPolicy(deadline_s, wait_for or config.fleet.cohort, min_replies, patience_s)
+    serving = Serving(writer.folder, host, port, None if insecure else folder, policy)
     with open_link(serving) as link:
         if not json:
             _announce(serving, config)
@@ -86,13 +85,15 @@ def serve(
     if not json:
         out.print(_wire_table(records, link.restarts))
         if stopped:
-            say(f"Stopped. Go on with: anycostfl serve --resume {writer.folder}")
+            say(f"Stopped. Resume with: anycostfl serve --resume {writer.folder}")
     if stopped:
         raise typer.Exit(130)
 
 
 def _begin(config: Config, name: str, out_dir: Path | None) -> RunWriter:
-    prepare(config)  # first: a start that fails leaves no folder behind
+    from anycostfl.flower.server import server_experiment  # noqa: PLC0415 - optional
+
+    server_experiment(config)  # first: if this fails, no folder is left
     return begin(out_dir or free_folder(Path(name).stem), config)
 
 
@@ -107,7 +108,7 @@ def _check_keys(*needed: Path) -> None:
 
 def _check_above_zero(given: Mapping[str, float]) -> None:
     if wrong := {name: value for name, value in given.items() if not 0 < value < math.inf}:
-        raise ConfigError([f"{n}: given {v:g}, allowed above 0" for n, v in wrong.items()])
+        raise ConfigError([f"{n}: given {v:g}, must be > 0" for n, v in wrong.items()])
 
 
 def check_counts(config: Config, wait_for: int, min_replies: int) -> None:
@@ -126,7 +127,7 @@ def check_counts(config: Config, wait_for: int, min_replies: int) -> None:
 
 def for_devices(config: Config) -> Config:
     """Leave to each device what it computes on, and lose no round if the server is killed."""
-    check_honest(config.attack)
+    reject_attacks(config.attack)
     precision = config.training.precision
     training = replace(config.training, precision="fp32" if precision == "auto" else precision)
     return replace(config, training=training, run=replace(config.run, checkpoint_every=1))
@@ -137,22 +138,23 @@ def _announce(serving: Serving, config: Config) -> None:
     who = f"{len(keys.registered())} keys registered" if keys else "PLAINTEXT, open to all"
     say(
         f"listening on {serving.host}:{serving.port}, {who}; waiting for "
-        f"{serving.terms.wait_for} devices of at most {config.fleet.devices}"
+        f"{serving.policy.wait_for} devices of at most {config.fleet.devices}"
     )
 
 
 def _wire_table(records: Sequence[RoundRecord], restarts: int) -> object:
     devices = [d for record in records for d in record.devices]
-    kinds = Counter(d.kind for d in devices)
+    counts = Counter(d.status for d in devices)
     up, down = sum(d.wire_bytes_up for d in devices), sum(d.wire_bytes_down for d in devices)
+    spent = total(records)
     rows = [
-        ("payloads up, MB", f"{sum(r.bytes_up for r in records) / 1e6:.3f}"),
+        ("payloads up, MB", f"{spent.bytes_up / 1e6:.3f}"),
         ("messages up, MB", f"{up / 1e6:.3f}"),
-        ("models down, MB", f"{sum(r.bytes_down for r in records) / 1e6:.3f}"),
+        ("models down, MB", f"{spent.bytes_down / 1e6:.3f}"),
         ("messages down, MB", f"{down / 1e6:.3f}"),
         *(
-            (f"replies {kind}", kinds[kind])
-            for kind in ("ok", "failed", "refused", "missing", "unused")
+            (f"replies {status}", counts[status])
+            for status in (Status.OK, Status.FAILED, Status.REFUSED, Status.MISSING, Status.UNUSED)
         ),
         ("server app restarted", restarts),
     ]

@@ -186,5 +186,5 @@ def _unknown(kind: type, prefix: str, key: str, names: Sequence[str]) -> str:
 
 def _sections_with(kind: type, key: str) -> list[str]:
     """Where a key belongs that was given without its section."""
-    sections = _hints(kind).items()  # type: ignore[arg-type]  # a class is hashable
+    sections = _hints(kind).items()
     return [f"{name}.{key}" for name, inner in sections if key in getattr(inner, "__slots__", ())]

@@ -20,7 +20,6 @@ from anycostfl.evaluation.compare import (
     Case,
     CompareError,
     Enough,
-    Records,
     Series,
     Spent,
     cost_to,
@@ -33,6 +32,7 @@ from anycostfl.evaluation.compare import (
 from anycostfl.export import accuracy_of, cut, least_alpha, open_trained
 from anycostfl.fleets.attackers import ATTACKS
 from anycostfl.records.checkpoint import checkpoints
+from anycostfl.records.round import Records
 from anycostfl.records.run import read_run
 from anycostfl.runs import resume
 from anycostfl.server.robust import DEFENCE, OPEN, Robustness

@@ -18,7 +18,15 @@ from torch import Tensor
 
 from anycostfl import data
 from anycostfl.config import profiles_of
-from anycostfl.device import TEST_CHUNK, DeviceRuntime, Job, Reply, Samples, count_correct
+from anycostfl.device import (
+    TEST_CHUNK,
+    DeviceRuntime,
+    Job,
+    Reply,
+    Samples,
+    chunk_of,
+    count_correct,
+)
 from anycostfl.experiment import Experiment
 from anycostfl.fleets.attackers import Attackers, choose_attackers
 from anycostfl.planning.draw import choose, draw_cohort
@@ -94,9 +102,8 @@ class InProcess:
 
     def correct_in(self, start: int) -> int:
         """The number of correct predictions in one chunk of the test samples."""
-        inputs, targets = (part[start : start + TEST_CHUNK] for part in self.holdings.test)
-        module = self.runtime.net.shrink(1.0).module
-        return count_correct(module, inputs, targets, self.runtime.training)
+        module, chunk = self.runtime.net.shrink(1.0).module, chunk_of(self.holdings.test, start)
+        return count_correct(module, chunk, self.runtime.training)
 
 
 class SimulatedFleet:

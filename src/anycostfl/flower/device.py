@@ -181,7 +181,7 @@ class Device:
         _fill(sub, task.weights)
         if len(self.samples[1]):
             recalibrate(sub.module, calibration_batches(self.samples[0]))
-        correct = count_correct(sub.module, *self.test, self.runtime.training)
+        correct = count_correct(sub.module, self.test, self.runtime.training)
         return Evaluation(correct, len(self.test[1]))
 
     def _sub_model(self, task: Task, public: State) -> SubModel:
@@ -315,5 +315,6 @@ def remember(state: RecordDict, info: RoundInfo, memory: State | None) -> None:
     before = recall(state, info)
     write_state(state, "before", before)
     write_state(state, "after", memory)
-    about = {"experiment": info.experiment.fingerprint, "round": info.round}
-    state["remembered"] = ConfigRecord(about)
+    state["remembered"] = ConfigRecord(
+        {"experiment": info.experiment.fingerprint, "round": info.round}
+    )

@@ -114,7 +114,8 @@ _FIELDS = {
 
 def _check(record: RoundRecord) -> None:
     """Refuse a value that is not of its field's type, or a number no journal can hold."""
-    for part in (record, *record.devices):
+    parts: tuple[RoundRecord | DeviceRecord, ...] = (record, *record.devices)
+    for part in parts:
         for name, kind in _FIELDS[type(part)]:
             value = getattr(part, name)
             if not isinstance(value, kind) or (isinstance(value, int) and abs(value) > LARGEST):
