@@ -29,7 +29,7 @@ from anycostfl.config import Config, load_preset, load_profile
 from anycostfl.experiment import settle
 from anycostfl.profile.pace import elastic_model, local_epoch, typical
 from anycostfl.simulate import run
-from anycostfl.types import DeviceRecord
+from anycostfl.records.round import DeviceRecord
 
 ALPHAS = (1.0, 0.5, 0.25)
 PRESETS = {"cnn": ("fmnist-iid", 320), "vgg9": ("cifar10-iid", 192)}

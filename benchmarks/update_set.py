@@ -21,7 +21,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from anycostfl import data, models
-from anycostfl.train import TrainOptions, count_correct, train
+from anycostfl.device import TrainOptions, count_correct, train
 
 
 @dataclass(frozen=True, slots=True)

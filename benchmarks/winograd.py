@@ -14,7 +14,7 @@ import torch
 
 from anycostfl import models
 from anycostfl.shrink import ElasticModel
-from anycostfl.train import TrainOptions, reuse_memory, train
+from anycostfl.device import TrainOptions, reuse_memory, train
 
 ALPHAS = (1.0, 0.75, 0.5, 0.25)
 BATCHES = {"vgg9": (64, 192), "resnet18": (32, 64)}  # batch size, samples

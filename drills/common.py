@@ -20,7 +20,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 
 from anycostfl.cli.run import run
 from anycostfl.errors import AnycostError
-from anycostfl.records import CONFIG, JOURNAL
+from anycostfl.records.run import CONFIG, JOURNAL
 from small_runs import small_overrides
 
 FAILED = 2  # what a run ends with that says what is wrong, as on the command line

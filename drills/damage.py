@@ -6,7 +6,8 @@ import random
 import shutil
 from pathlib import Path
 
-from anycostfl.records import JOURNAL, checkpoints, read_run
+from anycostfl.records.run import JOURNAL, read_run
+from anycostfl.records.checkpoint import checkpoints
 from drills.common import Order, Report, Trial, kill_within, whole
 
 

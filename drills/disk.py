@@ -11,7 +11,7 @@ import resource
 import shutil
 from functools import partial
 
-from anycostfl.records import CONFIG, read_run
+from anycostfl.records.run import CONFIG, read_run
 from drills.common import FAILED, Order, Report, Trial, whole
 from small_runs import small_dataset
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 
 from anycostfl.config import to_toml
-from anycostfl.records import RunWriter
+from anycostfl.records.run import RunWriter
 from anycostfl.runs import keep
 from anycostfl.simulate import play
 from drills.common import Order, Report

@@ -29,15 +29,19 @@ import torch
 
 import mutations
 from anycostfl import methods
-from anycostfl.bench import Gate, bench_of
+from anycostfl.server.suspensions import Gate, bench_of
 from anycostfl.codec import CODECS
 from anycostfl.codec.frame import _HEADER as HEADER
 from anycostfl.config import load_preset, parse_config, to_toml
-from anycostfl.downlink import Step
+from anycostfl.server.downlink import Step
 from anycostfl.errors import ConfigError, PayloadError
 from anycostfl.methods import Upload
-from anycostfl.records import DAMAGE, Checkpoint, RunWriter, parse_journal, read_checkpoint
-from anycostfl.types import DeviceRecord, Devices, RoundRecord, make_devices
+from anycostfl.records.checkpoint import DAMAGE
+from anycostfl.records.checkpoint import Checkpoint, read_checkpoint
+from anycostfl.records.run import RunWriter
+from anycostfl.records.journal import parse_journal
+from anycostfl.records.round import DeviceRecord, RoundRecord
+from anycostfl.planning.cost import Devices, make_devices
 from mutations import (
     BINDING,
     PLAN,

@@ -10,10 +10,11 @@ from pathlib import Path
 import numpy as np
 
 from anycostfl.config import Config, load_preset, to_toml
-from anycostfl.fleet import draw_cohort
-from anycostfl.planner import plan_strategies
-from anycostfl.records import JOURNAL, TIMING, RunWriter
-from anycostfl.types import Binds, DeviceRecord, Reason, RoundRecord
+from anycostfl.planning.draw import draw_cohort
+from anycostfl.planning.planner import plan_strategies
+from anycostfl.records.run import JOURNAL, TIMING, RunWriter
+from anycostfl.planning.strategy import Binds, Reason
+from anycostfl.records.round import DeviceRecord, RoundRecord
 
 
 def planned_run(folder: Path, *overrides: str) -> Config:

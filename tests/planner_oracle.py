@@ -12,7 +12,8 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from anycostfl.types import Devices, Limits, Workload, make_devices
+from anycostfl.planning.cost import Devices, Workload, make_devices
+from anycostfl.planning.strategy import Limits
 
 Array = npt.NDArray[np.float64]
 

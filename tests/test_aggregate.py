@@ -12,21 +12,10 @@ from hypothesis import strategies as st
 from torch import nn
 
 from anycostfl import ElasticModel, models
-from anycostfl.aggregate import (
-    LEAST_RATIO,
-    Contribution,
-    Rules,
-    advance,
-    aggregate,
-    agreements,
-    clip_bound,
-    clipped,
-    optimal_weights,
-    size_of,
-)
+from anycostfl.server.aggregate import LEAST_RATIO, Contribution, Rules, advance, aggregate, agreements, clip_bound, clipped, optimal_weights, size_of
 from anycostfl.errors import ConfigError
 from anycostfl.shrink.widths import put, take
-from anycostfl.types import Update
+from anycostfl.state import Update
 
 share = st.floats(0.01, 1.0)
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from anycostfl.attacks import LIES, Attack, corrupt, liars
+from anycostfl.fleets.attackers import LIES, Attack, corrupt, liars
 from anycostfl.report import summarise
 from anycostfl.simulate import run
 from small_runs import small_config

@@ -16,9 +16,9 @@ from torch import nn
 
 import anycostfl
 from anycostfl import ElasticModel, config, methods, models, save_elastic
-from anycostfl.attacks import LIES
+from anycostfl.fleets.attackers import LIES
 from anycostfl.config import Config
-from anycostfl.types import DeviceRecord
+from anycostfl.records.round import DeviceRecord
 from small_runs import small_overrides
 
 ROOT = Path(__file__).parents[1]

@@ -14,22 +14,12 @@ import torch
 from torch import Tensor
 
 from anycostfl import ElasticModel
-from anycostfl.coupling import copy_of
-from anycostfl.downlink import (
-    Ledger,
-    Step,
-    charge_downloads,
-    check_share,
-    first_public,
-    ledger_of,
-    make_step,
-    showing,
-    take_step,
-)
+from anycostfl.state import clone_state
+from anycostfl.server.downlink import Ledger, Step, charge_downloads, check_share, first_public, ledger_of, make_step, showing, take_step
 from anycostfl.errors import ConfigError, PayloadError
-from anycostfl.fleet import Cohort
+from anycostfl.planning.draw import Cohort
 from anycostfl.server import Server
-from anycostfl.types import DeviceRecord, RoundRecord
+from anycostfl.records.round import DeviceRecord, RoundRecord
 from small_runs import small_config
 
 WHERE = ("an experiment", 3)
@@ -79,7 +69,7 @@ def test_channels_that_move_take_the_public_model_along() -> None:
     wander(model, 0)
     public = first_public(model.module)
     swapped = {g.name: torch.tensor([1, 0, *range(2, g.size)]) for g in model.coupling.groups}
-    model.load(model.permute(copy_of(model.module), swapped))
+    model.load(model.permute(clone_state(model.module), swapped))
     step, public = make_step(model, public, swapped, 0.1, WHERE)
     assert step.payload == b""  # in its own coordinates nothing has changed
     assert step.size == 4 * (48 + 32)

@@ -27,7 +27,7 @@ import anycostfl
 from anycostfl import SubModel, models
 from anycostfl.cli import build_app
 from anycostfl.config import load_preset, to_toml
-from anycostfl.coupling import tensors_of
+from anycostfl.state import tensors_of
 from anycostfl.data import load
 from anycostfl.elastic_file import METADATA, ElasticFileError
 from anycostfl.errors import (
@@ -51,10 +51,10 @@ from anycostfl.export import (
     write_elastic,
 )
 from anycostfl.files import StorageError
-from anycostfl.records import RunWriter, read_run
+from anycostfl.records.run import RunWriter, read_run
 from anycostfl.runs import keep
 from anycostfl.simulate import play
-from anycostfl.train import count_correct
+from anycostfl.device import count_correct
 from small_runs import small_overrides
 
 ALPHAS = (0.25, 0.5, 0.75, 1.0)

@@ -7,7 +7,7 @@ import pytest
 
 from anycostfl import config, fleet, planner
 from anycostfl.errors import ConfigError, UnknownNameError
-from anycostfl.types import FleetSpec
+from anycostfl.planning.draw import FleetSpec
 
 SPEC = config.load_preset("fmnist-iid").fleet
 ROUNDS = 400

@@ -29,13 +29,15 @@ from anycostfl.flower.messages import MessageError
 from anycostfl.flower.numbers import NotReadyError, Numbers, NumberTakenError, note_nodes
 from anycostfl.flower.roster import NotEnoughDevicesError, Terms
 from anycostfl.flower.strategy import AnycostStrategy
-from anycostfl.records import read_journal
+from anycostfl.records.run import read_journal
 from anycostfl.rounds import DUPLICATE, Outcome
 from anycostfl.runs import Turn, begin
 from anycostfl.server import Server
 from anycostfl.simulate import play
-from anycostfl.types import RoundRecord, make_devices
-from anycostfl.workers import Reply, one_thread
+from anycostfl.records.round import RoundRecord
+from anycostfl.planning.cost import make_devices
+from anycostfl.device import Reply
+from anycostfl.fleets.pool import one_thread
 from flower_grid import FIRST_NODE, LocalGrid, Tamper, honest
 from small_runs import small_config
 

@@ -13,16 +13,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from anycostfl import methods
-from anycostfl.aggregate import Rules
-from anycostfl.bench import Agreed, Bench, Gate, bench_of
+from anycostfl.server.aggregate import Rules
+from anycostfl.server.suspensions import Agreed, Bench, Gate, bench_of
 from anycostfl.codec.frame import OVERHEAD
 from anycostfl.config import to_toml
-from anycostfl.coupling import tensors_of
+from anycostfl.state import tensors_of
 from anycostfl.errors import ConfigError
 from anycostfl.experiment import prepare
-from anycostfl.fleet import draw_cohort
+from anycostfl.planning.draw import draw_cohort
 from anycostfl.methods import elements
-from anycostfl.records import RunWriter
+from anycostfl.records.run import RunWriter
 from anycostfl.report import summarise
 from anycostfl.rounds import (
     DUPLICATE,
@@ -38,8 +38,9 @@ from anycostfl.rounds import (
 )
 from anycostfl.runs import Turn, keep, take_up
 from anycostfl.simulate import play
-from anycostfl.types import DeviceRecord, RoundRecord
-from anycostfl.workers import DeviceSide, InProcess, Job, Reply
+from anycostfl.records.round import DeviceRecord, RoundRecord
+from anycostfl.fleets.pool import DeviceSide, InProcess
+from anycostfl.device import Job, Reply
 from small_runs import small_config
 
 

@@ -20,9 +20,9 @@ from anycostfl.codec.frame import bond
 from anycostfl.codec.sparse import Layout, Ranked, Sparse, draw, fill, pack_sparse, unpack_sparse
 from anycostfl.config import load_preset
 from anycostfl.errors import PayloadError, UnknownNameError
-from anycostfl.fleet import draw_cohort
+from anycostfl.planning.draw import draw_cohort
 from anycostfl.methods import Upload, fedhq, heterofl, qsgd, stc, uveqfed
-from anycostfl.types import Binds
+from anycostfl.planning.strategy import Binds
 
 SHAPES = {"a.weight": (24, 10, 5, 5), "a.bias": (24,), "b.weight": (50, 96)}
 TIE = bond(b"plan", SHAPES)

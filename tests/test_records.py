@@ -25,8 +25,9 @@ from anycostfl import records
 from anycostfl.cli._rounds import free_folder
 from anycostfl.cli.run import run
 from anycostfl.files import StorageError
-from anycostfl.records import Checkpoint, RunWriter, checkpoints, open_run, read_run
-from anycostfl.types import DeviceRecord, RoundRecord
+from anycostfl.records.checkpoint import Checkpoint, checkpoints
+from anycostfl.records.run import RunWriter, open_run, read_run
+from anycostfl.records.round import DeviceRecord, RoundRecord
 from small_runs import small_overrides
 
 ROUNDS = 8

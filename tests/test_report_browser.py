@@ -20,7 +20,7 @@ from typing import Any
 
 import pytest
 
-from anycostfl.records import CONFIG, ENVIRONMENT, JOURNAL, WIDTHS, read_journal
+from anycostfl.records.run import CONFIG, ENVIRONMENT, JOURNAL, WIDTHS, read_journal
 from anycostfl.report import LiveServer, write_page
 from command_line import PROGRAM, sets
 from planned_runs import planned_run

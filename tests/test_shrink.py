@@ -25,7 +25,7 @@ from anycostfl import (
     models,
     recalibrate,
 )
-from anycostfl.coupling import tensors_of
+from anycostfl.state import tensors_of
 from anycostfl.shrink.widths import Dial
 from architectures import ZOO
 

@@ -14,11 +14,11 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from anycostfl import ElasticModel, WidthPlan
-from anycostfl.aggregate import Contribution, aggregate
-from anycostfl.coupling import tensors_of
+from anycostfl.server.aggregate import Contribution, aggregate
+from anycostfl.state import tensors_of
 from anycostfl.shrink.order import permute
 from anycostfl.shrink.widths import put, take
-from anycostfl.types import Update
+from anycostfl.state import Update
 from architectures import ZOO, Case
 
 BATCH = 3

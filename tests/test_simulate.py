@@ -18,12 +18,13 @@ from anycostfl.config import load_preset, to_toml
 from anycostfl.errors import AnycostError, ConfigError
 from anycostfl.experiment import prepare, settle
 from anycostfl.files import InUseError
-from anycostfl.records import RunWriter, read_run
+from anycostfl.records.run import RunWriter, read_run
 from anycostfl.runs import Turn, begin, check_engine, keep, take_up
 from anycostfl.server import Server
 from anycostfl.simulate import play, run
-from anycostfl.types import RoundRecord
-from anycostfl.workers import DeviceSide, Job, Purpose, Reply, SharedMemoryError, cores, draw_seed
+from anycostfl.records.round import RoundRecord
+from anycostfl.fleets.pool import DeviceSide, Purpose, SharedMemoryError, draw_seed
+from anycostfl.device import Job, Reply, cores
 from small_runs import small_config, small_overrides
 
 
@@ -212,7 +213,7 @@ def test_a_mistake_in_a_worker_is_told_with_its_place(
 OWN_MODEL = """
 import torch
 from torch import nn
-from anycostfl.types import ModelSpec
+from anycostfl.models import ModelSpec
 
 class Net(nn.Module):
     def __init__(self):

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from anycostfl import theory
-from anycostfl.aggregate import optimal_weights
+from anycostfl.server.aggregate import optimal_weights
 from anycostfl.errors import ConfigError, UnknownNameError
 
 ROOT = Path(__file__).parents[1]

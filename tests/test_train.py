@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from anycostfl import models
 from anycostfl.shrink import calibration_batches, recalibrate
-from anycostfl.train import TrainOptions, batches, count_correct, train
+from anycostfl.device import TrainOptions, batches, count_correct, train
 
 
 def reference(
