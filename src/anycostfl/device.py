@@ -16,6 +16,7 @@ import os
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
+from importlib import import_module
 from typing import Annotated
 
 import torch
@@ -104,12 +105,13 @@ class DeviceRuntime:
     training: Training
     epochs: int = 1
 
-    def perform(
-        self, sub: SubModel, samples: Samples, job: Job, learn: Learn | None = None
-    ) -> Reply:
-        """Train a sub-model on the device's samples and encode the update."""
+    def perform(self, sub: SubModel, samples: Samples, job: Job, learn: Learn) -> Reply:
+        """Train a sub-model on the device's samples and encode the update.
+
+        `learn` is `learn_honestly`, unless the device is an attacker of an experiment.
+        """
         try:
-            update = (learn or learn_honestly)(self, sub, samples, job)
+            update = learn(self, sub, samples, job)
             if not self.method.feedback:
                 return Reply(job.device, self.method.encode(update, job.upload))
             residual = job.memory or no_residual(dict(self.net.module.named_parameters()))
@@ -136,7 +138,8 @@ class DeviceRuntime:
 
 def learn_honestly(runtime: DeviceRuntime, sub: SubModel, samples: Samples, job: Job) -> State:
     """The update of local training."""
-    runtime.method.prepare(sub.module, runtime.net.module)
+    if runtime.method.prepare:
+        runtime.method.prepare(sub.module, runtime.net.module)
     generator = torch.Generator().manual_seed(job.seed)
     try:
         return train(sub.module, samples, runtime.training, generator, epochs=runtime.epochs)
@@ -184,9 +187,9 @@ def _convolutions(training: Training) -> Callable[[], AbstractContextManager[obj
     """How convolutions are computed while training."""
     if not training.winograd:
         return nullcontext
-    from anycostfl.contrib.winograd import fast_convolutions  # noqa: PLC0415 - an extra
-
-    return fast_convolutions
+    extra = import_module("anycostfl.contrib.winograd")  # by name: the core depends on no extra
+    found: Callable[[], AbstractContextManager[object]] = extra.fast_convolutions
+    return found
 
 
 @contextmanager

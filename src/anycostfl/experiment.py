@@ -22,7 +22,7 @@ from anycostfl.methods import Method
 from anycostfl.planning.strategy import Limits
 from anycostfl.server.aggregate import ServerOptimizer
 from anycostfl.server.downlink import Downlink, check_share, first_public
-from anycostfl.shrink import ElasticModel, calibration_batches, recalibrate
+from anycostfl.shrink import ElasticModel, calibration_batches
 from anycostfl.state import State, clone_state
 
 PARTITION = 201  # the purpose of the generator that splits the data
@@ -51,14 +51,6 @@ class Experiment:
     calibration: tuple[Tensor, ...]
     trained: tuple[str, ...]
     blocks: Mapping[str, int]
-
-    def calibrated(self, weights: State) -> State:
-        """The weights with BatchNorm's statistics measured on the server's data, if it has any."""
-        if not self.calibration:
-            return weights
-        self.net.load(weights)
-        recalibrate(self.net.module, self.calibration)
-        return clone_state(self.net.module)
 
     def accuracy(self, weights: State) -> float | None:
         """Of a model on the server's test data; None without any."""

@@ -14,7 +14,14 @@ from anycostfl.device import threads
 from anycostfl.experiment import Experiment
 from anycostfl.fleets import Fleet
 from anycostfl.records.round import RoundRecord
-from anycostfl.rounds import ServerState, close_round, first_state, open_round
+from anycostfl.rounds import (
+    ServerState,
+    calibrate,
+    close_round,
+    first_state,
+    is_evaluated,
+    open_round,
+)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -57,8 +64,8 @@ def run_rounds(
                 )
                 clock.lap("devices_s")
                 # Now and then: how good is the model?
-                if run.evaluates(number):
-                    state = replace(state, weights=experiment.calibrated(state.weights))
+                if is_evaluated(run, number):
+                    state = calibrate(experiment, state)
                     record = replace(record, accuracy=fleet.evaluate(state.weights))
                 clock.lap("evaluate_s")
                 state = replace(state, memories=fleet.memory())

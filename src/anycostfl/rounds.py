@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import enum
 import hashlib
+import math
 import statistics
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -20,22 +21,30 @@ import numpy as np
 
 from anycostfl.codec import check_codec
 from anycostfl.codec.frame import OVERHEAD
+from anycostfl.config import Run
 from anycostfl.device import Job, Reply
 from anycostfl.errors import PayloadError
 from anycostfl.experiment import Experiment
-from anycostfl.methods import Method, Upload, elements
+from anycostfl.methods import Method, Upload
 from anycostfl.planning import cost
 from anycostfl.planning.cost import Devices, Workload
 from anycostfl.planning.draw import Cohort
-from anycostfl.planning.strategy import Binds, Reason, Strategies
+from anycostfl.planning.strategy import BIND_WORDS, REASON_WORDS, Strategies
 from anycostfl.records.checkpoint import MEMORY, Checkpoint
 from anycostfl.records.round import DeviceRecord, RoundRecord, Status
-from anycostfl.server.aggregate import Contribution, apply_moves
+from anycostfl.server.aggregate import (
+    Contribution,
+    apply_moves,
+    clip_bound,
+    clipped,
+    size_of,
+    weighted_means,
+)
 from anycostfl.server.downlink import Ledger, Step, first_public, ledger_of
-from anycostfl.server.robust import agreements, clip_bound, clipped, combine, size_of
+from anycostfl.server.robust import agreements, ranked_means
 from anycostfl.server.suspensions import Agreement, Suspensions, suspensions_after
-from anycostfl.shrink import Order, WidthPlan
-from anycostfl.state import State, Update
+from anycostfl.shrink import Order, WidthPlan, recalibrate
+from anycostfl.state import State, Update, clone_state
 
 MOST_DUPLICATES = 10  # further replies of a device in a round that are counted
 LONGEST_DETAIL = 300  # characters
@@ -126,6 +135,7 @@ class Assignment:
     device: int
     plan: WidthPlan
     shapes: Mapping[str, tuple[int, ...]]  # of what it uploads
+    elements: int  # of what it uploads
     upload: Upload
     seed: int
     weight: float
@@ -205,18 +215,28 @@ def _assign_one(
     net, config, device = experiment.net, experiment.config, int(cohort.index[position])
     plan = net.plan(float(strategies.alpha[position]))
     shapes = {name: plan.shapes[name] for name in experiment.trained}
+    elements = sum(map(math.prod, shapes.values()))
     # α·β·S bits, whatever share of the parameters the sub-model really has.
     share = float(strategies.beta[position])
     bits = plan.alpha * share * config.workload.size_bits
     upload = Upload(  # an uncompressed update may be a little longer than its α says
-        beta=1.0 if share == 1 else min(1.0, bits / (32 * elements(shapes))),
+        beta=1.0 if share == 1 else min(1.0, bits / (32 * elements)),
         seed=draw_seed(config.run.seed, number, device, Purpose.QUANTIZE),
         binding=payload_binding(experiment.fingerprint, number, device, plan),
         blocks=experiment.blocks,
         codec=experiment.method.codec,
     )
-    shuffle = draw_seed(config.run.seed, number, device, Purpose.SHUFFLE)
-    return Assignment(position, device, plan, shapes, upload, shuffle, weight, net.bytes_of(plan))
+    return Assignment(
+        position=position,
+        device=device,
+        plan=plan,
+        shapes=shapes,
+        elements=elements,
+        upload=upload,
+        seed=draw_seed(config.run.seed, number, device, Purpose.SHUFFLE),
+        weight=weight,
+        download=net.bytes_of(plan),
+    )
 
 
 def payload_binding(fingerprint: str, number: int, device: int, plan: WidthPlan) -> bytes:
@@ -258,7 +278,11 @@ def close_round(
     method, rules = experiment.method, experiment.config.aggregation
     outcomes = receive(method, plan.assignments, replies)
     outcomes = exclude(experiment, state, _enough(outcomes, min_replies))
-    moves = combine(state.weights, accepted(experiment, outcomes), rules)
+    updates = accepted(experiment, outcomes)
+    if rules.combine == "mean":
+        moves = weighted_means(state.weights, updates, rules.least)
+    else:
+        moves = ranked_means(state.weights, list(updates), rules)
     weights, velocity = apply_moves(state.weights, moves, experiment.optimizer, state.velocity)
 
     devices = describe(experiment, state, plan, outcomes)
@@ -271,7 +295,7 @@ def close_round(
         weights=weights,
         velocity=velocity,
         suspensions=state.suspensions.after(record, experiment.config.gate),
-        ledger=state.ledger.after(record),
+        ledger=state.ledger.after(record) if plan.step else state.ledger,
     )
     return state, record
 
@@ -314,7 +338,7 @@ def _check(method: Method, assignment: Assignment, reply: Reply) -> Outcome:
 
 def _check_length(assignment: Assignment, payload: bytes) -> None:
     """No device may send more than was planned, frame included."""
-    most = OVERHEAD + int(assignment.upload.beta * 4 * elements(assignment.shapes))
+    most = OVERHEAD + int(assignment.upload.beta * 4 * assignment.elements)
     if len(payload) > most:
         raise PayloadError(f"a payload of this plan has at most {most} bytes, not {len(payload)}")
 
@@ -344,7 +368,7 @@ def _enough(outcomes: Sequence[Outcome], least: int) -> list[Outcome]:
 def accepted(experiment: Experiment, outcomes: Sequence[Outcome]) -> Iterator[Contribution]:
     """The updates that count, decoded again one at a time: the cohort is never in memory at once."""
     # An excluded device still counts for the median: fewer honest ones would shift it.
-    bound = clip_bound((o.size for o in outcomes), experiment.config.aggregation)
+    bound = clip_bound((o.size for o in outcomes), experiment.config.aggregation.clip)
     for outcome in outcomes:
         if outcome.status is Status.OK:
             decoded = _decode(experiment.method, outcome.assignment, outcome.reply)
@@ -389,6 +413,21 @@ def _judge(
     return replace(outcome, status=Status.EXCLUDED, detail=share)
 
 
+def calibrate(experiment: Experiment, state: ServerState) -> ServerState:
+    """Measure BatchNorm's statistics on the server's data, if it has any and the model needs it."""
+    if not experiment.calibration:
+        return state
+    net = experiment.net
+    net.load(state.weights)
+    recalibrate(net.module, experiment.calibration)
+    return replace(state, weights=clone_state(net.module))
+
+
+def is_evaluated(run: Run, number: int) -> bool:
+    """Whether a round ends with an evaluation; the last one always does."""
+    return (number + 1) % run.evaluate_every == 0 or number + 1 == run.rounds
+
+
 # --- what everyone did and paid -------------------------------------------------------------------
 
 
@@ -414,7 +453,7 @@ def _infeasible(plan: RoundPlan, i: int) -> DeviceRecord:
     return DeviceRecord(
         device=int(cohort.index[i]),
         status=Status.INFEASIBLE,
-        cause=str(Reason(int(plan.strategies.reason[i]))),
+        cause=REASON_WORDS[int(plan.strategies.reason[i])],
         samples=int(devices.samples[i]),
         distance_m=float(cohort.distance_m[i]),
         rate_bps=float(devices.rate_bps[i]),
@@ -443,7 +482,7 @@ def _performed(
         bytes_down=bytes_down,
         wire_bytes_up=reply.wire_bytes_up,
         wire_bytes_down=reply.wire_bytes_down,
-        binds=tuple(Binds(int(strategies.binds[i])).words()),
+        binds=tuple(word for flag, word in BIND_WORDS.items() if flag & int(strategies.binds[i])),
         duplicates=outcome.duplicates,
         agreement=outcome.agreement,
     )

@@ -101,10 +101,6 @@ class Run:
     def __post_init__(self) -> None:
         check_fields(self)
 
-    def evaluates(self, number: int) -> bool:
-        """Whether a round ends with an evaluation; the last one always does."""
-        return (number + 1) % self.evaluate_every == 0 or number + 1 == self.rounds
-
 
 @dataclass(frozen=True, slots=True)
 class Attack:

@@ -76,9 +76,9 @@ KERNELS = torch.from_numpy(np.kron(_G, _G)).float()
 # --- any module -----------------------------------------------------------------------------------
 
 
-def fast_convolutions(on: bool = True) -> AbstractContextManager[object]:
+def fast_convolutions() -> AbstractContextManager[object]:
     """Within it, convolutions of any module go this way where that is faster."""
-    return _Faster() if on and torch.get_num_threads() == 1 else nullcontext()
+    return _Faster() if torch.get_num_threads() == 1 else nullcontext()
 
 
 class _Faster(TorchFunctionMode):

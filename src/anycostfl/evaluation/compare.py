@@ -34,7 +34,7 @@ from anycostfl.records.round import (
     total,
 )
 from anycostfl.records.run import CONFIG, read_config, read_journal
-from anycostfl.rounds import charge
+from anycostfl.rounds import charge, is_evaluated
 from anycostfl.runs import begin, check_files, journal, resume
 from anycostfl.simulate import simulate
 
@@ -144,7 +144,7 @@ def _evaluated(config: Config, rounds: float) -> int:
 
 def _if_due(record: RoundRecord, config: Config) -> RoundRecord:
     """Without the accuracy of what was the last round once, when fewer were asked for."""
-    return record if config.run.evaluates(record.round) else replace(record, accuracy=None)
+    return record if is_evaluated(config.run, record.round) else replace(record, accuracy=None)
 
 
 def _open(case: Case, home: Path, workers: int) -> tuple[list[RoundRecord], Rounds]:

@@ -71,10 +71,10 @@ class Attackers:
         return corrupt(update, kind, job.seed) if kind else update
 
 
-def choose_attackers(attack: Attack, devices: int, seed: int) -> Attackers:
-    """Which devices attack; the same in every round."""
+def choose_attackers(attack: Attack, devices: int, seed: int) -> Attackers | None:
+    """Which devices attack, if any; the same in every round."""
     if attack.kind == "none":
-        return Attackers({})
+        return None
     order = np.random.default_rng([seed, ATTACKERS]).permutation(devices)
     chosen = order[: round(attack.share * devices)].tolist()
     return Attackers(dict.fromkeys(chosen, attack.kind))

@@ -53,7 +53,7 @@ class Shared:
     config: Config
     weights: Mapping[str, Tensor]
     holdings: Holdings
-    attackers: Attackers
+    attackers: Attackers | None
 
 
 class Pool:

@@ -26,6 +26,7 @@ from anycostfl.device import (
     Samples,
     chunk_of,
     count_correct,
+    learn_honestly,
 )
 from anycostfl.experiment import Experiment
 from anycostfl.fleets.attackers import Attackers, choose_attackers
@@ -85,7 +86,7 @@ class InProcess:
 
     runtime: DeviceRuntime
     holdings: Holdings
-    attackers: Attackers
+    attackers: Attackers | None = None
 
     def perform(self, jobs: Sequence[Job]) -> Iterator[Reply]:
         """The replies, in the order of the jobs."""
@@ -98,7 +99,8 @@ class InProcess:
     def perform_one(self, job: Job) -> Reply:
         """Cut the device's sub-model and let the device train it on its own samples."""
         sub, samples = self.runtime.net.shrink(job.alpha), self.holdings.samples_of(job.device)
-        return self.runtime.perform(sub, samples, job, self.attackers.learn)
+        learn = self.attackers.learn if self.attackers else learn_honestly
+        return self.runtime.perform(sub, samples, job, learn)
 
     def correct_in(self, start: int) -> int:
         """The number of correct predictions in one chunk of the test samples."""

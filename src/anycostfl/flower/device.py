@@ -20,7 +20,15 @@ from flwr.clientapp import ClientApp
 from anycostfl import data, methods
 from anycostfl.config import load_profile, profiles_of
 from anycostfl.config.loading import checked
-from anycostfl.device import DeviceRuntime, Job, Reply, Samples, count_correct, reuse_memory
+from anycostfl.device import (
+    DeviceRuntime,
+    Job,
+    Reply,
+    Samples,
+    count_correct,
+    learn_honestly,
+    reuse_memory,
+)
 from anycostfl.errors import AnycostError, ConfigError
 from anycostfl.experiment import initial_module, resolve_training, split, trace_model
 from anycostfl.flower.broadcast import model_digest
@@ -173,7 +181,9 @@ class Device:
             raise MessageError(f"a task for device {task.device}, this is {self.setup.device}")
         upload = replace(task.upload, blocks=self.runtime.net.blocks())
         job = Job(task.device, task.alpha, upload, task.seed, memory, task.moved)
-        return self.runtime.perform(self._sub_model(task, public), self.samples, job)
+        return self.runtime.perform(
+            self._sub_model(task, public), self.samples, job, learn_honestly
+        )
 
     def evaluate(self, task: EvaluateTask) -> Evaluation:
         """The number of correct predictions on this device's test samples."""

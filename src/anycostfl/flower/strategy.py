@@ -29,7 +29,15 @@ from anycostfl.flower.messages import message_bytes, to_envelope, to_message
 from anycostfl.flower.server import server_experiment
 from anycostfl.planning.draw import choose
 from anycostfl.records.round import RoundRecord, Status
-from anycostfl.rounds import Offers, RoundPlan, close_round, first_state, open_round
+from anycostfl.rounds import (
+    Offers,
+    RoundPlan,
+    calibrate,
+    close_round,
+    first_state,
+    is_evaluated,
+    open_round,
+)
 from anycostfl.wire.envelope import MessageError
 from anycostfl.wire.messages import (
     Capabilities,
@@ -116,10 +124,9 @@ class AnycostStrategy(Strategy):
         )
         experiment = self._experiment
         self._state, record = close_round(experiment, self._state, sent.plan, replied)
-        if self.config.run.evaluates(number):
-            weights = experiment.calibrated(self._state.weights)
-            self._state = replace(self._state, weights=weights)
-            record = replace(record, accuracy=experiment.accuracy(weights))
+        if is_evaluated(self.config.run, number):
+            self._state = calibrate(experiment, self._state)
+            record = replace(record, accuracy=experiment.accuracy(self._state.weights))
         self.records.append(record)
         return self.initial_arrays(), _metrics(record)
 

@@ -53,8 +53,7 @@ class Method:
     weigh: α, the quality of β (mostly β) and sample counts of those who take part →
         aggregation weights; the counts are all one unless the method weighs by them (`by_samples`)
         or the configuration asks for it.
-    prepare: what a device does to a sub-model, cut from that whole, before it trains; mostly
-        nothing.
+    prepare: what a device does to a sub-model, cut from that whole, before it trains, if anything.
     codec, feedback, momentum: what updates are coded with, if the method has no coding of its own,
         whether error feedback is part of it, and the server's momentum; the configuration may ask
         otherwise.
@@ -72,7 +71,7 @@ class Method:
     feedback: bool = False
     momentum: float = 0.0
     takes_upload_ratio: bool = True
-    prepare: Callable[[nn.Module, nn.Module], None] = field(default=lambda _module, _whole: None)
+    prepare: Callable[[nn.Module, nn.Module], None] | None = None
 
 
 def elements(shapes: Shapes) -> int:

@@ -78,7 +78,5 @@ METHOD = Method(
 )
 
 VARIANTS = {
-    "without-scaler": replace(
-        METHOD, summary="HeteroFL without its Scaler", prepare=lambda _module, _whole: None
-    ),
+    "without-scaler": replace(METHOD, summary="HeteroFL without its Scaler", prepare=None),
 }

@@ -44,7 +44,7 @@ class Workload:
 
 @dataclass(frozen=True, slots=True)
 class Devices:
-    """Many devices as one array per quantity; build it with `make_devices`.
+    """Many devices as one array per quantity; `make_devices` checks what it is given.
 
     `overhead` is what does not shrink with the width, as a share of the full model's cycles.
     """
@@ -60,9 +60,6 @@ class Devices:
     energy_j: PositiveArray
     overhead: Annotated[FloatArray, AtLeastZero]
 
-    def __post_init__(self) -> None:
-        check_fields(self)
-
     def __len__(self) -> int:
         return len(self.samples)
 
@@ -72,7 +69,17 @@ class Devices:
 
 
 def make_devices(**quantities: npt.ArrayLike) -> Devices:
-    """Devices from numbers and arrays, every one repeated to the common length; no overhead."""
+    """Devices from numbers and arrays within their rules; see `repeat_devices`."""
+    devices = repeat_devices(**quantities)
+    check_fields(devices)
+    return devices
+
+
+def repeat_devices(**quantities: npt.ArrayLike) -> Devices:
+    """Devices from numbers and arrays, each repeated to the common length; by default no overhead.
+
+    For numbers that are known to be within their rules.
+    """
     given = {"overhead": 0.0, **quantities}
     columns = {name: np.asarray(value, np.float64) for name, value in given.items()}
     several = {name: c.shape for name, c in columns.items() if c.shape not in ((), (1,))}

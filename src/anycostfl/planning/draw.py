@@ -31,7 +31,7 @@ from anycostfl.checks import (
 )
 from anycostfl.errors import ConfigError, UnknownNameError
 from anycostfl.planning import cost
-from anycostfl.planning.cost import Devices, make_devices
+from anycostfl.planning.cost import Devices, make_devices, repeat_devices
 
 ALIKE = ("flops_per_cycle", "frequency_min_hz", "frequency_max_hz", "power_w")  # where ε is drawn
 HARDWARE = (*ALIKE, "overhead", "energy_coefficient")  # what never changes of a device
@@ -196,7 +196,7 @@ def draw_fleet(
     hardware = draw_hardware(spec, seed=seed, profiles=profiles or {})
     channel = channel_rate_bps(spec, distance, hardware["power_w"], sharers=spec.cohort)
     measured = measured_rate_bps(spec, profiles or {})
-    devices = make_devices(
+    devices = repeat_devices(
         **hardware,
         samples=draw_samples(spec, seed=seed) if samples is None else samples,
         rate_bps=np.where(np.isnan(measured), channel, measured),

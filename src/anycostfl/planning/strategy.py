@@ -45,7 +45,7 @@ class Reason(enum.IntEnum):
     RADIO = 4  # the smallest upload alone breaks a budget
 
     def __str__(self) -> str:
-        return self.name.lower()
+        return REASON_WORDS[self]
 
 
 class Binds(enum.IntFlag):
@@ -62,7 +62,12 @@ class Binds(enum.IntFlag):
 
     def words(self) -> list[str]:
         """The constraints in words."""
-        return [str(flag.name).lower().replace("_", " ") for flag in Binds if flag in self]
+        return [word for flag, word in BIND_WORDS.items() if flag in self]
+
+
+REASON_WORDS = {int(reason): reason.name.lower() for reason in Reason}
+BIND_WORDS = {flag: str(flag.name).lower().replace("_", " ") for flag in Binds}
+"""What a code of a plan means, in words."""
 
 
 @dataclass(frozen=True, slots=True)

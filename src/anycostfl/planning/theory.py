@@ -27,10 +27,9 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from anycostfl.checks import FloatArray, Interval
+from anycostfl.checks import FloatArray
 from anycostfl.errors import ConfigError, UnknownNameError
 
-SHARE = Interval(0.0, 1.0)
 LEAST_RATIO = 1e-3  # no update counts as closer to the truth than 0.1 % of its norm
 
 
@@ -38,9 +37,9 @@ def divergence_ratio(alpha: npt.ArrayLike, beta: npt.ArrayLike) -> FloatArray:
     """Lemma 1's bound on ‖u − ũ‖ / ‖u‖: 1 − α(2−α)√β."""
     a, b = np.asarray(alpha, np.float64), np.asarray(beta, np.float64)
     problems = [
-        f"{name}: given {value}, allowed {SHARE}"
+        f"{name}: given {value}, must be in [0, 1]"
         for name, value in (("alpha", a), ("beta", b))
-        if not np.all(SHARE.contains(value))
+        if not np.all((value >= 0) & (value <= 1))
     ]
     if problems:
         raise ConfigError(problems)
@@ -145,7 +144,7 @@ def rounds_to(target: float, *, factor: float, start: float) -> float:
 
 
 def optimal_weights(
-    alpha: npt.ArrayLike, beta: npt.ArrayLike, *, samples: npt.ArrayLike | None = None
+    alpha: npt.ArrayLike, beta: npt.ArrayLike, samples: npt.ArrayLike | None = None
 ) -> FloatArray:
     """Theorem 1: weights that sum to one and minimise Lemma 2's bound; times |D_i| if given.
 
@@ -155,9 +154,9 @@ def optimal_weights(
     ratio = np.atleast_1d(np.maximum(divergence_ratio(alpha, beta), LEAST_RATIO))
     weights: FloatArray = ratio**-2.0
     if samples is not None:
-        allowed = Interval(0.0, open_low=True)
-        if not np.all(allowed.contains(samples)):
-            raise ConfigError([f"samples: given {samples}, must be {allowed}"])
-        weights = weights * np.asarray(samples, np.float64)
+        counts = np.asarray(samples, np.float64)
+        if not np.all((counts > 0) & np.isfinite(counts)):
+            raise ConfigError([f"samples: given {samples}, must be finite and > 0"])
+        weights = weights * counts
     shares: FloatArray = weights / weights.sum()
     return shares

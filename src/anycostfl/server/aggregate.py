@@ -3,6 +3,8 @@
     ũ[j] = Σ_i p_i m_i[j] u_i[j] / Σ_i p_i m_i[j],   0 where nobody sent element j
     w_{t+1} = w_t − ũ_t
 
+No update counts as larger than a multiple of its round's median size (`robust.Robustness.clip`).
+
 One pass over the contributions: memory does not grow with the cohort. A sub-model is a prefix of
 every dimension after sorting, so its update is added through slices, without masks of global size.
 The weights p of Theorem 1 are `planning.theory.optimal_weights`.
@@ -15,6 +17,7 @@ Beyond the paper, the server has a step size η and momentum μ; only where some
 from __future__ import annotations
 
 import math
+import statistics
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Annotated, NamedTuple
@@ -124,3 +127,29 @@ def _carry(velocity: Tensor, move: Move | None, momentum: float) -> Tensor:
         return velocity
     carried = momentum * velocity.double() + move.step
     return torch.where(move.sent, carried, velocity).to(velocity.dtype)
+
+
+# --- clipping -------------------------------------------------------------------------------------
+
+
+def size_of(update: Update) -> float:
+    """Root mean square over all elements of the sub-model, so that widths compare."""
+    square = sum(float(v.double().square().sum()) for v in update.values.values())
+    return math.sqrt(square / max(sum(v.numel() for v in update.values.values()), 1))
+
+
+def clip_bound(sizes: Iterable[float], clip: float) -> float:
+    """The size beyond which an update of this round is scaled down; infinite if clip is 0.
+
+    Of two middle sizes the smaller: half of the devices may inflate their updates and gain nothing.
+    """
+    known = [size for size in sizes if size > 0]
+    return clip * statistics.median_low(known) if clip and known else math.inf
+
+
+def clipped(update: Update, bound: float) -> Update:
+    """The update, scaled down if it is larger than the bound."""
+    size = size_of(update)
+    if size <= bound:
+        return update
+    return Update({n: v * (bound / size) for n, v in update.values.items()}, update.masks)

@@ -8,7 +8,6 @@ paper's weighted mean.
 from __future__ import annotations
 
 import math
-import statistics
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Annotated
@@ -17,9 +16,9 @@ import torch
 from torch import Tensor
 
 from anycostfl.checks import Count, Interval, OneOf, check_fields
-from anycostfl.server.aggregate import Contribution, Move, weighted_means
+from anycostfl.server.aggregate import Contribution, Move
 from anycostfl.shrink.widths import add, take
-from anycostfl.state import State, Update
+from anycostfl.state import State
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,16 +50,7 @@ DEFENCE = Robustness(clip=2.0, agree=0.2)
 """For fleets with attackers (docs/security.md)."""
 
 
-def combine(
-    like: State, contributions: Iterable[Contribution], rules: Robustness
-) -> dict[str, Move]:
-    """What the devices agree on, as the rules combine it."""
-    if rules.combine == "mean":
-        return weighted_means(like, contributions, rules.least)
-    return _ranked_means(like, list(contributions), rules)
-
-
-def _ranked_means(
+def ranked_means(
     like: State, contributions: Sequence[Contribution], rules: Robustness
 ) -> dict[str, Move]:
     """The mean of the middle ranks among the devices that sent an element."""
@@ -87,29 +77,6 @@ def _middle(values: Tensor, sent: Tensor, rules: Robustness) -> Move:
     mean = torch.where(inside, ordered, 0.0).sum(0) / (count - 2 * out)
     enough = count >= rules.least
     return Move(torch.where(enough, mean, 0.0), enough)
-
-
-def size_of(update: Update) -> float:
-    """Root mean square over all elements of the sub-model, so that widths compare."""
-    square = sum(float(v.double().square().sum()) for v in update.values.values())
-    return math.sqrt(square / max(sum(v.numel() for v in update.values.values()), 1))
-
-
-def clip_bound(sizes: Iterable[float], rules: Robustness) -> float:
-    """The size beyond which an update of this round is scaled down; infinite if it is off.
-
-    Of two middle ones the smaller: half of the devices may inflate their updates and gain nothing.
-    """
-    known = [size for size in sizes if size > 0]
-    return rules.clip * statistics.median_low(known) if rules.clip and known else math.inf
-
-
-def clipped(update: Update, bound: float) -> Update:
-    """The update, scaled down if it is larger than the bound."""
-    size = size_of(update)
-    if size <= bound:
-        return update
-    return Update({n: v * (bound / size) for n, v in update.values.items()}, update.masks)
 
 
 def agreements(like: State, contributions: Callable[[], Iterable[Contribution]]) -> list[float]:
