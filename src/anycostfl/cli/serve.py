@@ -25,7 +25,7 @@ from anycostfl.runs import begin
 from anycostfl.types import RoundRecord
 
 if TYPE_CHECKING:
-    from anycostfl.flower.link import Serving
+    from anycostfl.flower.link import ServerOptions
 
 
 def serve(
@@ -54,7 +54,7 @@ def serve(
     need_flower()
     hush_flower()
     from anycostfl.flower.keys import KeyFolder  # noqa: PLC0415 - optional
-    from anycostfl.flower.link import Serving, check_port, open_link  # noqa: PLC0415
+    from anycostfl.flower.link import ServerOptions, check_port, open_superlink  # noqa: PLC0415
     from anycostfl.flower.roster import Terms  # noqa: PLC0415
 
     _check_above_zero({"--deadline-s": deadline_s, "--patience-s": patience_s})
@@ -74,8 +74,8 @@ def serve(
         check_counts(config, wait_for, min_replies)
         writer, records = _begin(config, name, out_dir), []
     terms = Terms(deadline_s, wait_for or config.fleet.cohort, min_replies, patience_s)
-    serving = Serving(writer.folder, host, port, None if insecure else folder, terms)
-    with open_link(serving) as link:
+    serving = ServerOptions(writer.folder, host, port, None if insecure else folder, terms)
+    with open_superlink(serving) as link:
         if not json:
             _announce(serving, config)
         stopped = True
@@ -132,7 +132,7 @@ def for_devices(config: Config) -> Config:
     return replace(config, training=training, run=replace(config.run, checkpoint_every=1))
 
 
-def _announce(serving: Serving, config: Config) -> None:
+def _announce(serving: ServerOptions, config: Config) -> None:
     keys = serving.keys
     who = f"{len(keys.registered())} keys registered" if keys else "PLAINTEXT, open to all"
     say(

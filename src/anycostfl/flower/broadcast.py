@@ -16,7 +16,7 @@ from anycostfl.flower.messages import Download, raw_bytes
 from anycostfl.methods import State
 
 
-def mark_of(public: State) -> bytes:
+def model_digest(public: State) -> bytes:
     """A digest of a public model; none of no model."""
     digest = hashlib.blake2s(digest_size=16)
     for name in sorted(public):
@@ -30,7 +30,7 @@ class Chain:
 
     def __init__(self, public: State) -> None:
         self._public = public
-        self._marks = [mark_of(public)]  # before the first step, then after each
+        self._marks = [model_digest(public)]  # before the first step, then after each
         self._steps: list[Step] = []
 
     def add(self, step: Step | None, public: State) -> None:
@@ -39,7 +39,7 @@ class Chain:
         if step is None:
             return
         self._steps.append(step)
-        self._marks.append(mark_of(public))
+        self._marks.append(model_digest(public))
         while len(self._steps) > 1 and sum(s.size for s in self._steps) >= self._whole():
             del self._steps[0], self._marks[0]
 

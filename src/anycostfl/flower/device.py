@@ -16,8 +16,7 @@ from functools import lru_cache
 import numpy as np
 import numpy.typing as npt
 import torch
-from flwr.app import ConfigRecord, Context, Message, RecordDict
-from flwr.app.user_config import UserConfig
+from flwr.app import ConfigRecord, Context, Message, RecordDict, UserConfig
 from flwr.clientapp import ClientApp
 from torch import Tensor
 
@@ -27,7 +26,7 @@ from anycostfl.downlink import first_public, take_step
 from anycostfl.errors import AnycostError, ConfigError
 from anycostfl.experiment import prepare
 from anycostfl.fleet import draw_fleet, hardware_of
-from anycostfl.flower.broadcast import mark_of
+from anycostfl.flower.broadcast import model_digest
 from anycostfl.flower.messages import (
     Ask,
     Download,
@@ -146,7 +145,7 @@ class Device:
     def offer(self, number: int, public: State) -> Offer:
         """What the device can afford in a round, and which public model it holds."""
         distance_m, means = self._simulated(number) if not self.setup.profile else self._own()
-        return Offer(self.setup.device, number, distance_m, means, mark_of(public))
+        return Offer(self.setup.device, number, distance_m, means, model_digest(public))
 
     def public(self, state: RecordDict) -> State:
         """The public model that the device holds: at first the initial one, made from the seed."""
@@ -156,7 +155,7 @@ class Device:
 
     def catch_up(self, public: State, download: Download) -> State:
         """The public model of this round, from the one that the device holds; none without one."""
-        if not download.whole and download.base != mark_of(public):
+        if not download.whole and download.base != model_digest(public):
             raise MessageError("this device holds another public model than the steps start from")
         public = download.whole or public
         for step in download.steps:

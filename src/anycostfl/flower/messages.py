@@ -17,12 +17,12 @@ from typing import TypeVar
 
 import torch
 from flwr.app import Array, ArrayRecord, ConfigRecord, Message, RecordDict
-from flwr.supercore.inflatable.inflatable_object import get_all_nested_objects
 from torch import Tensor
 
 from anycostfl.checks import Interval
 from anycostfl.downlink import Step
 from anycostfl.errors import AnycostError, ConfigError
+from anycostfl.flower._internal import message_bytes
 from anycostfl.methods import State, Upload
 from anycostfl.shrink import ElasticModel, WidthPlan
 from anycostfl.types import Devices, Scale, make_devices
@@ -317,7 +317,7 @@ def read_result(records: RecordDict) -> Result:
 
 def wire_bytes(message: Message) -> int:
     """What a message takes on the wire, without the headers of HTTP and TLS."""
-    return sum(len(part.deflate()) for part in get_all_nested_objects(message).values())
+    return message_bytes(message)
 
 
 # --- tensors as bytes -----------------------------------------------------------------------------

@@ -16,14 +16,13 @@ from logging import INFO, WARNING
 
 import numpy as np
 from flwr.app import Message, MessageType
-from flwr.common.constant import ErrorCode
-from flwr.common.logger import log
 
 from anycostfl.bench import Bench
 from anycostfl.checks import Count, Positive, check_fields
 from anycostfl.config import Config, essence
 from anycostfl.errors import AnycostError
 from anycostfl.fleet import Cohort, choose
+from anycostfl.flower._internal import ErrorCode, log
 from anycostfl.flower.messages import (
     Ask,
     MessageError,
@@ -35,7 +34,7 @@ from anycostfl.flower.messages import (
     wire_bytes,
 )
 from anycostfl.flower.numbers import NotReadyError, Numbers, NumberTakenError
-from anycostfl.flower.post import PostOffice, Spoilt
+from anycostfl.flower.post import Corrupt, ReplyCollector
 from anycostfl.rounds import one_line
 from anycostfl.types import Devices, Scale
 from anycostfl.workers import Reply
@@ -104,7 +103,7 @@ class Roster:
 
     def __init__(
         self,
-        office: PostOffice,
+        office: ReplyCollector,
         config: Config,
         terms: Terms,
         *,
@@ -190,7 +189,7 @@ class Roster:
         }
         surplus: list[Answer] = []
 
-        def take(name: str, message: Message | Spoilt) -> None:
+        def take(name: str, message: Message | Corrupt) -> None:
             place = places.get(name)
             if place is None:
                 return
@@ -270,7 +269,7 @@ class Roster:
         while not done() and time.monotonic() < until:
             self._step(lambda *_: None, until)
 
-    def _step(self, take: Callable[[str, Message | Spoilt], None], until: float) -> bool:
+    def _step(self, take: Callable[[str, Message | Corrupt], None], until: float) -> bool:
         """Handle the next message, if one comes soon; now and then see who is connected."""
         now = time.monotonic()
         if now - self._looked >= REFRESH_S:
@@ -279,7 +278,7 @@ class Roster:
         message = self._office.take(min(until - now, REFRESH_S / 4))
         if message is None:
             return False
-        if isinstance(message, Spoilt):
+        if isinstance(message, Corrupt):
             self._shun(message)
             take(message.name, message)
             return True
@@ -322,7 +321,7 @@ class Roster:
                 self._asked[name] = (node, lapses)
         self._office.watch([n for n, (_, t) in self._asked.items() if t == lapses], ASK_S)
 
-    def _shun(self, spoilt: Spoilt) -> None:
+    def _shun(self, spoilt: Corrupt) -> None:
         """Ask a node no more whose offer cannot be read, until it connects anew."""
         asked = self._asked.pop(spoilt.name, None)
         if asked is not None:
@@ -390,9 +389,9 @@ def cohort_of(offers: Sequence[Offer]) -> Cohort:
     )
 
 
-def answer_to(task: Task, message: Message | Spoilt, sent_bytes: int) -> Answer:
+def answer_to(task: Task, message: Message | Corrupt, sent_bytes: int) -> Answer:
     """What a reply to a task says, if it can be read."""
-    if isinstance(message, Spoilt):
+    if isinstance(message, Corrupt):
         return Answer(Reply(task.device, wire_bytes_down=sent_bytes, unreadable=message.why))
     if message.has_error() and message.error.code in NOTHING_CAME:
         return as_missing(task, message.error.reason or "no reason given", sent_bytes)

@@ -20,9 +20,7 @@ from logging import ERROR, INFO, WARNING, Formatter, StreamHandler, getLogger
 from pathlib import Path
 
 import numpy as np
-from flwr.app import Context
-from flwr.app.user_config import UserConfig
-from flwr.common.logger import log
+from flwr.app import Context, UserConfig
 from flwr.serverapp import Grid, ServerApp
 
 from anycostfl.attacks import check_honest
@@ -30,11 +28,12 @@ from anycostfl.config import Config
 from anycostfl.coupling import tensors_of
 from anycostfl.errors import AnycostError
 from anycostfl.files import append_line, no_link, only_one, write_whole
+from anycostfl.flower._internal import log, reduce_polling
 from anycostfl.flower.broadcast import Chain
 from anycostfl.flower.messages import Ask, Task, pack_weights
 from anycostfl.flower.numbers import Numbers
-from anycostfl.flower.orphans import end_with_parent
-from anycostfl.flower.post import PostOffice, quicken
+from anycostfl.flower.post import ReplyCollector
+from anycostfl.flower.processes import end_with_parent
 from anycostfl.flower.roster import Roster, Terms
 from anycostfl.planner import needed_budgets
 from anycostfl.rounds import Outcome, receive
@@ -55,12 +54,12 @@ app = ServerApp()
 @app.main()
 def main(grid: Grid, context: Context) -> None:
     """Play the run of a run directory from where it stopped."""
-    quicken()
+    reduce_polling()
     # Flower would go on trying to reach the dead for minutes.
     end_with_parent(lambda: os._exit(1), os.getppid())
     folder = Path(str(context.run_config["run-dir"]))
     log_to(folder / LOG)
-    with only_one(folder, name=LOCK, mark=mark_of(context.run_id)):
+    with only_one(folder, name=LOCK, mark=lock_owner(context.run_id)):
         try:
             before = take_up(folder)
             check_engine(before, simulated=False)
@@ -80,7 +79,7 @@ def main(grid: Grid, context: Context) -> None:
             raise
 
 
-def mark_of(run_id: int) -> str:
+def lock_owner(run_id: int) -> str:
     """What stands in the lock of a run directory while Flower's run of this id plays it."""
     return f"Flower's run {run_id}"
 
@@ -118,7 +117,7 @@ def play(
     check_honest(config.attack)
     server = Server(config, start)
     scale = server.side.shared.scale
-    roster = Roster(PostOffice(grid), config, terms, scale=scale, numbers=numbers)
+    roster = Roster(ReplyCollector(grid), config, terms, scale=scale, numbers=numbers)
     chain = Chain(server.public)
     pace = pace or Pace()
 

@@ -17,7 +17,6 @@ from dataclasses import dataclass
 from logging import INFO, WARNING
 
 from flwr.app import ArrayRecord, ConfigRecord, Message, MessageType, MetricRecord
-from flwr.common.logger import log
 from flwr.serverapp import Grid
 from flwr.serverapp.strategy import Strategy
 
@@ -25,6 +24,7 @@ from anycostfl.attacks import check_honest
 from anycostfl.config import Config, essence
 from anycostfl.coupling import copy_of
 from anycostfl.fleet import choose
+from anycostfl.flower._internal import log
 from anycostfl.flower.broadcast import Chain
 from anycostfl.flower.messages import Ask, MessageError, Offer, Task, read_offer, wire_bytes
 from anycostfl.flower.roster import ASK_S, answer_to, as_missing, cohort_of
