@@ -132,20 +132,22 @@ class SuperLinkProcess:
     def start(self) -> None:
         """Start it, wait until it answers, and register the keys."""
         keys = self.options.keys
-        trust = keys.authority if keys else None
+        reading, writing = os.pipe()
+        self._output = follow_output(os.fdopen(reading, "rb"), self.options.log)
         self._home = Path(tempfile.mkdtemp(prefix="anycostfl-"))  # readable by this user only
-        self._control = open_control(self.options.address, trust, self._home)
-        module = [sys.executable, "-P", "-m", "anycostfl.flower.superlink"]
-        self._process = subprocess.Popen(  # noqa: S603 - our own interpreter and module
-            [*module, *self.options.superlink_arguments()],
-            env=safe_environment(self._home),
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            start_new_session=True,
+        self._control = open_control(
+            self.options.address, keys.authority if keys else None, self._home
         )
-        if self._process.stdout:
-            follow_output(self._process.stdout, self.options.log)
+        module = [sys.executable, "-P", "-m", "anycostfl.flower.superlink"]
+        with os.fdopen(writing, "wb") as output:
+            self._process = subprocess.Popen(  # noqa: S603 - our own interpreter and module
+                [*module, *self.options.superlink_arguments()],
+                env=safe_environment(self._home),
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=output,
+                start_new_session=True,
+            )
         self._checked, self._missed = time.monotonic(), 0
         self._wait_until_up(self._process)
         self._registered, self._files = {}, {}
@@ -164,6 +166,7 @@ class SuperLinkProcess:
                     os.killpg(self._process.pid, how)
                 with suppress(subprocess.TimeoutExpired):
                     self._process.wait(STOP_S)
+        self._output.join(STOP_S)  # until superexec and the server app have ended, too
         _await_release(self.options.folder)
         shutil.rmtree(self._home, ignore_errors=True)
 

@@ -71,13 +71,16 @@ def end_with_parent(end: Callable[[], None], parent: int) -> None:
     threading.Thread(target=watch, daemon=True).start()
 
 
-def follow_output(output: IO[bytes], path: Path) -> None:
+def follow_output(output: IO[bytes], path: Path) -> threading.Thread:
     """Copy the output of a process to a log, in a thread, so that strangers cannot fill the disk.
 
     Lines are truncated and stripped of control characters. At 10 MB, the log is moved to `.1`.
+    The thread ends when every process that has the output open has ended.
     """
     file = open(path, "ab+", buffering=0, opener=no_link)  # noqa: SIM115 - the thread closes it
-    threading.Thread(target=_copy_lines, args=(output, file, path), daemon=True).start()
+    thread = threading.Thread(target=_copy_lines, args=(output, file, path), daemon=True)
+    thread.start()
+    return thread
 
 
 def _copy_lines(output: IO[bytes], file: FileIO, path: Path) -> None:
