@@ -13,7 +13,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
-from importlib import resources
+from importlib import import_module, resources
 from pathlib import Path
 from typing import Any, cast
 
@@ -165,6 +165,16 @@ def test_without_the_filter_only_loopback_is_served(without: Callable[[str], Non
     for host in ("0.0.0.0", "", "::", "192.168.1.10", "board.lan"):  # noqa: S104
         with pytest.raises(ConfigError, match="must be a loopback address"):
             superlink.check_host(host)
+
+
+def test_no_port_is_opened_that_no_filter_stands_in_front_of(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    grpc = import_module("grpc")
+    monkeypatch.setattr(grpc, "server", grpc.server)  # put back at the end
+    superlink.forbid_grpc()
+    with pytest.raises(RuntimeError, match="no gRPC server is started"):
+        grpc.server(None)
 
 
 # --- a real SuperLink -----------------------------------------------------------------------------
@@ -320,7 +330,6 @@ def test_nothing_is_loaded_from_the_working_directory_or_the_run_directory(
     serving = options(here / "run")
     plant_app(serving.folder / "flower", evil)
     with open_superlink(serving) as running:
-        assert serving.folder.resolve() not in running._home.resolve().parents
         running._control.start_run({"run-dir": str(serving.folder.resolve())})
         # Without a run in it, the server app says so and ends; it has been loaded by then.
         wait_until(

@@ -19,8 +19,8 @@ from functools import cache, partial
 from importlib import import_module, resources
 from importlib.metadata import version
 from pathlib import Path
-from types import SimpleNamespace, TracebackType
-from typing import Any, Self, cast
+from types import SimpleNamespace
+from typing import Any, cast
 
 import httpx
 from flwr.app import Message, UserConfig
@@ -58,9 +58,11 @@ NEEDS: Mapping[str, tuple[str, ...]] = {
         "flwr.common.serde:fab_to_proto",
         "flwr.common.serde:user_config_to_proto",
     ),
-    # The filter in front of Control and Runtime: it works only if uvicorn serves the SuperLink.
+    # The filter in front of Control and Runtime: it works only if uvicorn serves all of the
+    # SuperLink. Versions that have the constant open a gRPC port only when asked to.
     "filter": (
         "flwr.superlink.cli.flower_superlink:uvicorn",
+        "flwr.common.constant:FLWR_INTERNAL_GRPC_FLEET_API",
         "uvicorn.protocols.http.h11_impl:H11Protocol",
     ),
     # Fetching replies without Flower's pauses, and dropping those that nobody will fetch.
@@ -160,15 +162,8 @@ class FleetClient:
             interceptors=[component, signer],
         )
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def close(self) -> None:
+        """Close the connection."""
         self._client.close()
 
     def register(self, public_key: bytes) -> None:
@@ -306,7 +301,10 @@ class ControlClient:
         except httpx.HTTPStatusError as error:
             if error.response.status_code != httpx.codes.PRECONDITION_FAILED:
                 raise
-            raise KeyRefusedError("it was registered before") from error
+            raise KeyRefusedError(
+                "Flower registers a key once, under one name, as long as it runs: make a new one "
+                "with `anycostfl keys`, or start the server again"
+            ) from error
 
     def unregister(self, node_id: int) -> None:
         """Put a device out."""

@@ -54,7 +54,11 @@ class FlwrProgram:
 
     def __init__(self, address: str, trust: Path | None, home: Path) -> None:
         self._home = home
-        how = "insecure = true" if trust is None else f"root-certificates = {_quoted(trust)}"
+        how = (
+            "insecure = true"
+            if trust is None
+            else f"root-certificates = {_quoted(trust.resolve())}"
+        )
         text = f"[superlink.{CONNECTION}]\naddress = {_quoted(address)}\n{how}\n"
         write_whole(home / "config.toml", text.encode())
 

@@ -228,11 +228,7 @@ class SuperLinkProcess:
             except (ConfigError, OSError) as error:  # half a key, or gone again
                 logger.warning("%s", error)
             except KeyRefusedError as error:
-                logger.warning(
-                    "%s is refused (%s). Flower registers a key once, under one name, as long as "
-                    "it runs: make a new one with `anycostfl keys`, or start the server again",
-                    *(paths[name], error),
-                )
+                logger.warning("%s is refused: %s", paths[name], error)
         self._files = files
         note_nodes(self.options.folder, self._registered)
 

@@ -19,7 +19,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass
 from logging import ERROR, INFO, WARNING
 from pathlib import Path
@@ -95,7 +95,7 @@ def join(address: Address, app: ClientApp, setup: Setup) -> None:
     context = Context(
         run_id=0, node_id=0, node_config=setup.node_config(), state=RecordDict(), run_config={}
     )
-    with open_client(address, key) as client:
+    with closing(open_client(address, key)) as client:
         connection = Connection(address, client)
         while True:
             context.node_id = connection.enter(public_pem(key.public_key()))

@@ -19,8 +19,10 @@ import logging
 import os
 import signal
 from collections.abc import Awaitable, Callable, Mapping, MutableMapping, Sequence
+from contextlib import suppress
+from importlib import import_module
 from importlib.metadata import entry_points
-from typing import Any
+from typing import Any, NoReturn
 
 from anycostfl.errors import ConfigError
 from anycostfl.flower._internal import available, h11_protocol, superlink_config
@@ -171,6 +173,16 @@ def install_filter() -> None:
     setattr(config, "__init__", limited)  # noqa: B010 - mypy does not let a method be assigned
 
 
+def forbid_grpc() -> None:
+    """Keep Flower from opening further ports: versions before 1.41 serve Control there, by gRPC."""
+
+    def refuse(*_: object, **__: object) -> NoReturn:
+        raise RuntimeError("no gRPC server is started: no filter can be put in front of it")
+
+    with suppress(ImportError):  # Flower may do without it one day
+        vars(import_module("grpc"))["server"] = refuse
+
+
 def check_host(host: str) -> None:
     """Refuse to be reached by other machines where the filter cannot be installed."""
     address = _address([host])
@@ -187,6 +199,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(add_help=False)
     parser.add_argument("--host", default="")
     check_host(parser.parse_known_args()[0].host)
+    forbid_grpc()
     if available("filter", UNFILTERED):
         install_filter()
     logging.getLogger("uvicorn.access").addFilter(lambda _: False)  # devices look in often
