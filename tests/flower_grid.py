@@ -1,4 +1,7 @@
-"""A Grid without a network: messages go straight to the real ClientApp, one context per device."""
+"""A Grid without a network: messages go straight to the real ClientApp, one context per device.
+
+The only test module that imports what Flower does not document (tests/test_flower_door.py).
+"""
 
 from __future__ import annotations
 
@@ -6,13 +9,41 @@ import itertools
 from collections.abc import Callable, Iterable
 
 from flwr.app import Context, Error, Message, RecordDict
+from flwr.common.constant import TIMESTAMP_HEADER, ErrorCode
+from flwr.common.logger import console_handler
 from flwr.serverapp import Grid
-from flwr.supercore.inflatable.inflatable_object import get_all_nested_objects
+from flwr.supercore.constant import FLEET_HTTP_PUBLIC_KEY_HEADER, FLEET_HTTP_SIGNATURE_HEADER
+from flwr.supercore.inflatable.inflatable_object import get_all_nested_objects, get_object_tree
 from flwr.supercore.inflatable.inflatable_utils import inflate_object_from_contents
+from flwr.supercore.object_store.in_memory_object_store import InMemoryObjectStore
+from flwr.supercore.primitives.asymmetric import bytes_to_public_key, verify_signature
 from flwr.supercore.run import Run
-from flwr.supercore.task_identity import TaskIdentity
+from flwr.superlink.grid import HttpGrid
+from flwr.superlink.servicer.runtime.runtime_handlers import confirm_message_received
 
+from anycostfl.flower._internal import set_task
 from anycostfl.flower.device import app
+
+__all__ = [
+    "FIRST_NODE",
+    "FLEET_HTTP_PUBLIC_KEY_HEADER",
+    "FLEET_HTTP_SIGNATURE_HEADER",
+    "TIMESTAMP_HEADER",
+    "ErrorCode",
+    "HttpGrid",
+    "InMemoryObjectStore",
+    "LocalGrid",
+    "Run",
+    "Tamper",
+    "bytes_to_public_key",
+    "confirm_message_received",
+    "console_handler",
+    "get_all_nested_objects",
+    "get_object_tree",
+    "honest",
+    "through_bytes",
+    "verify_signature",
+]
 
 FIRST_NODE = 2**63 + 11  # node ids are unsigned 64-bit numbers
 
@@ -28,7 +59,7 @@ class LocalGrid(Grid):
     """Devices 0, 1, 2 … as nodes; `tamper` stands between them and the server."""
 
     def __init__(self, devices: int, tamper: Tamper = honest) -> None:
-        TaskIdentity.task_id, TaskIdentity.run_id, TaskIdentity.node_id = 1, 1, 1
+        set_task(run_id=1, node_id=1, task_id=1)
         self.tamper = tamper
         self.contexts = {
             FIRST_NODE + i: Context(

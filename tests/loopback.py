@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-PROGRAM = [sys.executable, "-c", "from anycostfl.cli import main; main()"]
+PROGRAM = [sys.executable, "-P", "-c", "from anycostfl.cli import main; main()"]
 MARK = "ANYCOSTFL_TEST"
 
 

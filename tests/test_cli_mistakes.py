@@ -11,11 +11,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from flwr.common.logger import console_handler
 
 import anycostfl
 from anycostfl.config import load_preset, to_toml
 from command_line import PROGRAM, Call, sets
+from flower_grid import console_handler
 from small_runs import small_overrides
 
 

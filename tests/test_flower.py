@@ -421,7 +421,7 @@ def test_a_missing_reply_ends_the_round_at_its_deadline_and_the_device_comes_bac
 ) -> None:
     config = config_of(tmp_path, "run.rounds=4")
     forgotten: list[int] = []
-    forget = "anycostfl.flower.post.PostOffice.forget"
+    forget = "anycostfl.flower.post.ReplyCollector.forget"
     monkeypatch.setattr(forget, lambda _self, ids: forgotten.append(len(list(ids))))
 
     def tamper(device: int, sent: Message, reply: Message) -> Message | None:

@@ -51,13 +51,15 @@ class Fleet:
     def config(self) -> Config:
         return for_devices(small_config(self.folder, *self.more))
 
-    def serve(self, *options: str, resume: bool = False) -> subprocess.Popen[bytes]:
+    def serve(
+        self, *options: str, resume: bool = False, program: Sequence[str] = PROGRAM
+    ) -> subprocess.Popen[bytes]:
         if resume:
             what = ["--resume", "run"]
         else:
             what = ["demo", "--out", "run", *sets(self.folder, *self.more)]
         where = ["--host", "127.0.0.1", "--port", str(self.port)]
-        return self.processes.start("serve", "serve", *what, *where, *options)
+        return self.processes.start("serve", "serve", *what, *where, *options, program=program)
 
     def join(
         self, device: int, key: Path | None = None, program: Sequence[str] = PROGRAM
@@ -207,6 +209,36 @@ def test_a_killed_server_app_goes_on_and_nothing_is_lost(processes: Loopback) ->
     assert ends(server) == 0, processes.log("serve")
     assert "server app restarted" in processes.log("serve")
     fleet.assert_as_simulated()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("how", [signal.SIGSTOP, signal.SIGKILL])
+def test_a_superlink_that_hangs_or_dies_is_replaced_and_nothing_is_lost(
+    processes: Loopback, how: int
+) -> None:
+    fleet = Fleet(processes, "run.rounds=5")
+    server = fleet.serve()
+    for i in range(4):
+        fleet.join(i)
+    fleet.wait_for_rounds(2)
+    (superlink,) = processes.pids("anycostfl.flower.superlink")
+    os.kill(superlink, how)
+    assert ends(server) == 0, processes.log("serve")
+    assert "died or hangs; starting it again" in processes.log("serve")
+    fleet.assert_as_simulated()
+
+
+@pytest.mark.slow
+def test_what_flower_documents_is_enough_and_gives_the_same_run(processes: Loopback) -> None:
+    documented = [sys.executable, "-P", str(Path(__file__).with_name("documented.py"))]
+    fleet = Fleet(processes, "run.rounds=2")
+    server = fleet.serve("--deadline-s", "250", program=documented)
+    for i in range(4):
+        fleet.join(i, program=documented)
+    assert ends(server) == 0, processes.log("serve")
+    fleet.assert_as_simulated()
+    assert "flower-supernode` runs this device" in processes.log("d0")
+    assert "the `flwr` program registers devices" in processes.log("serve")
 
 
 @pytest.mark.slow

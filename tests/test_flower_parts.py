@@ -14,7 +14,7 @@ import subprocess
 import sys
 import threading
 from base64 import b64decode
-from contextlib import suppress
+from contextlib import closing, suppress
 from dataclasses import fields, replace
 from datetime import UTC, datetime, timedelta
 from email.utils import format_datetime
@@ -31,32 +31,27 @@ from cryptography import x509
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.hazmat.primitives.serialization import load_ssh_public_key
 from flwr.app import Array, ArrayRecord, Context, Message, RecordDict
-from flwr.common.constant import TIMESTAMP_HEADER
-from flwr.proto.node_pb2 import Node
-from flwr.supercore.constant import FLEET_HTTP_PUBLIC_KEY_HEADER, FLEET_HTTP_SIGNATURE_HEADER
-from flwr.supercore.inflatable.inflatable_object import get_all_nested_objects, get_object_tree
-from flwr.supercore.object_store.in_memory_object_store import InMemoryObjectStore
-from flwr.supercore.primitives.asymmetric import bytes_to_public_key, verify_signature
-from flwr.supercore.protobuf.client import ProtobufRequestContext
-from flwr.supercore.run import Run
-from flwr.supercore.task_identity import TaskIdentity
-from flwr.superlink.grid import HttpGrid
-from flwr.superlink.servicer.runtime.runtime_handlers import confirm_message_received
-from flwr.supernode.fleet_http_client import FleetHttpClient
-from starlette.types import Receive, Scope, Send
 
 from anycostfl.cli import build_app
 from anycostfl.cli._rounds import go_on
 from anycostfl.cli.serve import for_devices
 from anycostfl.config import to_toml
-from anycostfl.state import tensors_of
+from anycostfl.coupling import tensors_of
 from anycostfl.errors import AnycostError, ConfigError
 from anycostfl.experiment import prepare, settle
 from anycostfl.flower import node
+from anycostfl.flower._internal import FleetClient, KeyRefusedError, set_task
 from anycostfl.flower.clock import Signature, date_reply
 from anycostfl.flower.device import Setup, app, open_device, read_setup, recall, remember
-from anycostfl.flower.keys import KeyFolder, make_keys, names_of, private_key, public_key
-from anycostfl.flower.link import Link, Serving, _environment
+from anycostfl.flower.keys import (
+    KeyFolder,
+    make_keys,
+    names_of,
+    private_key,
+    public_key,
+    public_pem,
+)
+from anycostfl.flower.link import ServerOptions, SuperLinkProcess
 from anycostfl.flower.messages import (
     TENSOR,
     Ask,
@@ -72,14 +67,26 @@ from anycostfl.flower.messages import (
     unpack_weights,
 )
 from anycostfl.flower.node import Address
-from anycostfl.flower.orphans import PARENT
-from anycostfl.flower.post import PostOffice, Spoilt
+from anycostfl.flower.post import Corrupt, ReplyCollector
+from anycostfl.processes import PARENT, safe_environment
 from anycostfl.flower.roster import Terms
-from anycostfl.flower.superlink import LARGEST_BODY, LocalControl, is_allowed
+from anycostfl.flower.superlink import BODY_BYTES, LocalControl, Receive, Scope, Send, is_allowed
 from anycostfl.runs import begin
-from anycostfl.planning.cost import Devices, make_devices
-from anycostfl.data import Scale
-from flower_grid import through_bytes
+from anycostfl.types import Devices, Scale, make_devices
+from flower_grid import (
+    FLEET_HTTP_PUBLIC_KEY_HEADER,
+    FLEET_HTTP_SIGNATURE_HEADER,
+    TIMESTAMP_HEADER,
+    HttpGrid,
+    InMemoryObjectStore,
+    Run,
+    bytes_to_public_key,
+    confirm_message_received,
+    get_all_nested_objects,
+    get_object_tree,
+    through_bytes,
+    verify_signature,
+)
 from small_runs import small_config, small_dataset
 
 # --- keys -----------------------------------------------------------------------------------------
@@ -261,24 +268,23 @@ def test_the_folder_of_keys_is_followed_whatever_is_done_to_it(
         def __init__(self) -> None:
             self.known: list[bytes] = []
 
-        def RegisterNode(self, request: Any) -> Any:  # noqa: N802 - Flower's name
-            if request.public_key in self.known:
-                response = httpx.Response(412, request=httpx.Request("POST", "http://x"))
-                raise httpx.HTTPStatusError("412", request=response.request, response=response)
-            self.known.append(request.public_key)
-            return SimpleNamespace(node_id=len(self.known))
+        def register(self, _name: str, path: Path) -> int:
+            key = public_key(path)
+            if key in self.known:
+                raise KeyRefusedError("it was registered before")
+            self.known.append(key)
+            return len(self.known)
 
-        def UnregisterNode(self, request: Any) -> None:  # noqa: N802 - Flower's name
-            out.append(request.node_id)
+        def unregister(self, node_id: int) -> None:
+            out.append(node_id)
 
     out: list[int] = []
     make_keys(tmp_path / "keys", [], ["a", "b"])
     make_keys(tmp_path / "others", [], ["a"])
     (tmp_path / "flower").mkdir()
     devices = tmp_path / "keys" / "devices"
-    link = Link.__new__(Link)
-    link.serving = Serving(tmp_path, "127.0.0.1", 1, KeyFolder(tmp_path / "keys"), Terms())
-    link._registered, link._files = {}, {}
+    options = ServerOptions(tmp_path, "127.0.0.1", 1, KeyFolder(tmp_path / "keys"), Terms())
+    link = SuperLinkProcess(options)
     link._control = cast("Any", Control())
 
     link.register()
@@ -295,7 +301,7 @@ def test_the_folder_of_keys_is_followed_whatever_is_done_to_it(
     assert out == [1, 2]
     assert "new.pub: not a public key" in caplog.text
     assert "empty.pub: not a public key" in caplog.text
-    assert "lets a key in once" in caplog.text
+    assert "c.pub is refused: it was registered before" in caplog.text
 
 
 def test_a_reply_that_cannot_be_read_takes_no_other_with_it() -> None:
@@ -303,18 +309,18 @@ def test_a_reply_that_cannot_be_read_takes_no_other_with_it() -> None:
         """As Flower's: every reply that was asked for, or an exception."""
 
         def pull_messages(self, ids: list[str]) -> list[object]:
-            if "spoilt" in ids:
+            if "corrupt" in ids:
                 raise ValueError("garbage")
             return [SimpleNamespace(metadata=SimpleNamespace(reply_to_message_id=i)) for i in ids]
 
-    office = PostOffice(cast("Any", Grid()))
-    names = {"spoilt", *(f"honest-{i}" for i in range(39))}
-    office.watch(sorted(names), 5.0)
-    came = [office.take(5.0) for _ in names]
-    spoilt = [reply for reply in came if isinstance(reply, Spoilt)]
-    assert spoilt == [Spoilt("spoilt", "ValueError: garbage")]
-    honest = [m.metadata.reply_to_message_id for m in came if m and not isinstance(m, Spoilt)]
-    assert {*honest, "spoilt"} == names
+    replies = ReplyCollector(cast("Any", Grid()))
+    names = {"corrupt", *(f"honest-{i}" for i in range(39))}
+    replies.watch(sorted(names), 5.0)
+    came = [replies.take(5.0) for _ in names]
+    corrupt = [reply for reply in came if isinstance(reply, Corrupt)]
+    assert corrupt == [Corrupt("corrupt", "ValueError: garbage")]
+    honest = [m.metadata.reply_to_message_id for m in came if m and not isinstance(m, Corrupt)]
+    assert {*honest, "corrupt"} == names
 
 
 def test_a_task_that_was_never_fetched_leaves_nothing_in_the_superlink() -> None:
@@ -327,7 +333,7 @@ def test_a_task_that_was_never_fetched_leaves_nothing_in_the_superlink() -> None
             asked = SimpleNamespace(object_store=store)
             confirm_message_received(request, cast("Any", asked), cast("Any", None))
 
-    TaskIdentity.task_id, TaskIdentity.run_id, TaskIdentity.node_id = 1, 1, 1
+    set_task(run_id=1, node_id=1, task_id=1)
     grid = HttpGrid(token="token")  # noqa: S106 - nobody asks for it
     grid.set_run(Run.create_empty(1))
     grid._client = cast("Any", Client())
@@ -337,9 +343,9 @@ def test_a_task_that_was_never_fetched_leaves_nothing_in_the_superlink() -> None
         store.preregister(1, get_object_tree(message))
         for name, part in get_all_nested_objects(message).items():
             store.put(name, part.deflate())
-    PostOffice(grid).forget([lost.object_id])
+    ReplyCollector(grid).forget([lost.object_id])
     assert set(store.store) == set(get_all_nested_objects(other))
-    PostOffice(grid).forget([lost.object_id, other.object_id])
+    ReplyCollector(grid).forget([lost.object_id, other.object_id])
     assert len(store) == 0
 
 
@@ -352,12 +358,12 @@ def test_a_reply_that_is_slow_to_arrive_holds_up_no_other() -> None:
         def pull_messages(self, ids: list[str]) -> list[str]:
             return ids if ids != ["slow"] or arrived.wait(30.0) else []
 
-    office = PostOffice(cast("Any", Grid()))
+    replies = ReplyCollector(cast("Any", Grid()))
     names = {"slow", *(f"quick-{i}" for i in range(50))}
-    office.watch(sorted(names), 20.0)
-    assert {cast("Any", office.take(10.0)) for _ in range(50)} == names - {"slow"}
+    replies.watch(sorted(names), 20.0)
+    assert {cast("Any", replies.take(10.0)) for _ in range(50)} == names - {"slow"}
     arrived.set()
-    assert cast("Any", office.take(10.0)) == "slow"
+    assert cast("Any", replies.take(10.0)) == "slow"
 
 
 def test_the_server_may_call_itself_by_its_own_address() -> None:
@@ -374,16 +380,14 @@ def test_the_server_may_call_itself_by_its_own_address() -> None:
 def test_a_server_that_listens_everywhere_is_reached_where_it_listens(
     tmp_path: Path, host: str, reached: str
 ) -> None:
-    assert Serving(tmp_path, host, 9443, None, Terms()).reached == reached
+    assert ServerOptions(tmp_path, host, 9443, None, Terms()).reached == reached
 
 
 def test_public_and_private_keys_belong_together(tmp_path: Path) -> None:
-    from flwr.supercore.primitives.asymmetric import public_key_to_bytes
-
     make_keys(tmp_path, [], ["pi"])
     keys = KeyFolder(tmp_path)
     mine = private_key(keys.device("pi")).public_key()
-    assert public_key(keys.registered()["pi"]) == public_key_to_bytes(mine)
+    assert public_key(keys.registered()["pi"]) == public_pem(mine)
     for wrong in (lambda: make_keys(tmp_path, [], ["../pi"]), lambda: private_key(keys.authority)):
         with pytest.raises(ConfigError):
             wrong()
@@ -457,19 +461,19 @@ def test_no_request_is_read_that_is_longer_than_a_part_of_a_message(
 
 
 def test_what_a_device_sends_goes_up_in_parts_that_are_read() -> None:
-    TaskIdentity.task_id, TaskIdentity.run_id, TaskIdentity.node_id = 1, 1, 1
+    set_task(run_id=1, node_id=1, task_id=1)
     offer = Offer(0, 0, 0.0, make_devices(**{item.name: 1.0 for item in fields(Devices)}))
     result = Result(bytes(30 << 20), "", 1.0, offer)
     parts = get_all_nested_objects(Message(result.pack(), 5, "train")).values()
-    assert max(len(part.deflate()) for part in parts) < LARGEST_BODY - (1 << 19)
+    assert max(len(part.deflate()) for part in parts) < BODY_BYTES - (1 << 19)
 
 
 def test_a_superlink_whose_parent_died_while_it_came_up_ends(tmp_path: Path) -> None:
-    ours = _environment(tmp_path)
+    ours = safe_environment(tmp_path)
     assert ours[PARENT] == str(os.getpid())
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
-    command = [sys.executable, "-m", "anycostfl.flower.superlink", "--insecure"]
+    command = [sys.executable, "-P", "-m", "anycostfl.flower.superlink", "--insecure"]
     command += ["--host", "127.0.0.1", "--port", str(port)]
     env = {**ours, PARENT: str(os.getppid())}  # as if this process had been another, now dead
     with (tmp_path / "log").open("wb") as log:
@@ -569,7 +573,7 @@ def test_a_device_trains_on_few_samples_of_its_own_scaled_as_everybodys(tmp_path
 
 
 def test_the_experiments_own_data_is_scaled_to_the_bit_as_on_the_server(tmp_path: Path) -> None:
-    TaskIdentity.task_id, TaskIdentity.run_id, TaskIdentity.node_id = 1, 1, 1
+    set_task(run_id=1, node_id=1, task_id=1)
     side = prepare(settle(small_config(tmp_path))).shared
     text = to_toml(settle(small_config(tmp_path)))
     ask = read_ask(through_bytes(Message(Ask(text, 0, side.scale).pack(), 5, "query")).content)
@@ -619,10 +623,10 @@ def test_a_device_remembers_the_last_round_and_the_one_before() -> None:
 
 
 def test_a_device_that_the_server_refuses_ends_and_says_why() -> None:
-    TaskIdentity.task_id, TaskIdentity.run_id, TaskIdentity.node_id = 1, 1, 1
+    set_task(run_id=1, node_id=1, task_id=1)
     context = Context(1, 5, {"device": 0}, RecordDict(), {})
     with pytest.raises(AnycostError, match="refuses this device: it is another's number"):
-        node._answer(app, Message(pack_refusal("it is another's number"), 5, "query"), context)
+        node.answer(app, Message(pack_refusal("it is another's number"), 5, "query"), context)
 
 
 def test_weights_of_another_size_are_not_taken(tmp_path: Path) -> None:
@@ -698,7 +702,7 @@ class StrictServer:
     def __init__(self, ahead: timedelta) -> None:
         self.ahead, self.asked = ahead, 0
 
-    def __call__(self, context: ProtobufRequestContext) -> httpx.Response:
+    def __call__(self, context: Any) -> httpx.Response:
         self.asked += 1
         headers, now = context.request.headers, datetime.now(UTC) + self.ahead
         when = headers[TIMESTAMP_HEADER]
@@ -714,7 +718,7 @@ def test_a_device_with_a_wrong_clock_goes_by_the_servers() -> None:
     server = StrictServer(timedelta(days=-20_000))
 
     def ask() -> int:
-        request = ProtobufRequestContext("x", Node(), httpx.Request("POST", "http://server"))
+        request = SimpleNamespace(request=httpx.Request("POST", "http://server"))
         return signature.intercept(request, server).status_code
 
     assert [ask(), ask(), ask()] == [200] * 3
@@ -727,17 +731,17 @@ def test_a_device_with_a_wrong_clock_goes_by_the_servers() -> None:
 def test_two_threads_that_are_refused_at_once_both_sign_again() -> None:
     signature = Signature(ec.generate_private_key(ec.SECP384R1()))
     server = StrictServer(timedelta(days=3))
-    nested: list[ProtobufRequestContext] = []
+    nested: list[Any] = []
 
-    def busy(context: ProtobufRequestContext) -> httpx.Response:
+    def busy(context: Any) -> httpx.Response:
         answer = server(context)
         if not nested:  # meanwhile the heartbeat is refused, too, and learns the time
-            other = ProtobufRequestContext("y", Node(), httpx.Request("POST", "http://server"))
+            other = SimpleNamespace(request=httpx.Request("POST", "http://server"))
             nested.append(other)
             assert signature.intercept(other, server).status_code == 200
         return answer
 
-    request = ProtobufRequestContext("x", Node(), httpx.Request("POST", "http://server"))
+    request = SimpleNamespace(request=httpx.Request("POST", "http://server"))
     assert signature.intercept(request, busy).status_code == 200
 
 
@@ -745,14 +749,14 @@ def test_a_server_that_does_not_know_yet_that_its_clock_was_set_is_asked_again()
     signature = Signature(ec.generate_private_key(ec.SECP384R1()))
     server = StrictServer(timedelta())
 
-    def stale(context: ProtobufRequestContext) -> httpx.Response:
+    def stale(context: Any) -> httpx.Response:
         answer = server(context)
         if server.asked == 1:  # uvicorn writes the time of day down once a second
             answer.headers["date"] = format_datetime(datetime.now(UTC))
         return answer
 
     server.ahead = timedelta(minutes=-7)
-    request = ProtobufRequestContext("x", Node(), httpx.Request("POST", "http://server"))
+    request = SimpleNamespace(request=httpx.Request("POST", "http://server"))
     assert signature.intercept(request, stale).status_code == 200
     assert server.asked == 3
 
@@ -760,18 +764,18 @@ def test_a_server_that_does_not_know_yet_that_its_clock_was_set_is_asked_again()
 def test_a_stranger_is_refused_whatever_the_time_and_not_asked_for_ever() -> None:
     signature, asked = Signature(ec.generate_private_key(ec.SECP384R1())), 0
 
-    def refuse(_context: ProtobufRequestContext) -> httpx.Response:
+    def refuse(_context: Any) -> httpx.Response:
         nonlocal asked
         asked += 1
         return httpx.Response(401, headers={"date": format_datetime(datetime.now(UTC))})
 
-    request = ProtobufRequestContext("x", Node(), httpx.Request("POST", "http://server"))
+    request = SimpleNamespace(request=httpx.Request("POST", "http://server"))
     assert signature.intercept(request, refuse).status_code == 401
     assert asked == 2  # once more, as the time in the first answer may have been an old one
 
 
 def test_a_reply_lapses_with_its_question_whatever_clock_the_device_has() -> None:
-    TaskIdentity.task_id, TaskIdentity.run_id, TaskIdentity.node_id = 1, 1, 1
+    set_task(run_id=1, node_id=1, task_id=1)
     question = Message(RecordDict(), 5, "train", ttl=100.0)
     reply = Message(RecordDict(), reply_to=question)
     question.metadata.__dict__["_created_at"] = 2e9
@@ -800,8 +804,9 @@ def test_a_line_that_breaks_in_a_greeting_is_not_taken_for_a_wrong_server(tmp_pa
         threading.Thread(target=slam, daemon=True).start()
         server = f"127.0.0.1:{door.getsockname()[1]}"
         address = Address(server, folder.authority, folder.device("pi"), patience_s=1.0)
-        with node._client(address, key) as client, pytest.raises(node.UnreachableError):
-            node.Line(address, client).enter(key.public_key())
+        client = node.open_client(address, key)
+        with closing(client), pytest.raises(node.UnreachableError):
+            node.Connection(address, client).enter(public_pem(key.public_key()))
 
 
 def test_a_device_that_waited_long_for_its_server_is_not_put_off_by_the_first_refusal(
@@ -818,20 +823,23 @@ def test_a_device_that_waited_long_for_its_server_is_not_put_off_by_the_first_re
     request = httpx.Request("POST", "http://server")
 
     class Door:
-        def ActivateNode(self, _request: object) -> Node:  # noqa: N802 - Flower's name
+        def activate(self, _key: bytes, _heartbeat_s: float) -> int:
+            return node.Patience(address)(self._answer)
+
+        def _answer(self) -> int:
             match next(answers, "welcome"):
                 case "away":
                     raise httpx.ConnectError("nobody there")
                 case "refused":
                     response = httpx.Response(412, request=request)
                     raise httpx.HTTPStatusError("no", request=request, response=response)
-            return Node(node_id=7)
+            return 7
 
-    line = node.Line(Address("server:1", None, Path("key")), cast(FleetHttpClient, Door()))
-    key = ec.generate_private_key(ec.SECP384R1()).public_key()
-    assert line.enter(key).node_id == 7
+    address = Address("server:1", None, Path("key"))
+    connection = node.Connection(address, cast(FleetClient, Door()))
+    assert connection.enter(b"key") == 7
     assert clock[0] > node.REFUSED_S
     assert sum("cannot be reached" in text for text in said) == 1  # not once for every try
     answers = iter(["refused"] * 1000)
     with pytest.raises(node.RefusedError, match="refuses this device"):
-        line.enter(key)
+        connection.enter(b"key")

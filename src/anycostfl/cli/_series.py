@@ -137,7 +137,7 @@ def run_in_background(series: Series, *, json: bool) -> None:
     again = [word for word in sys.argv[1:] if word != "--background"]
     with log:
         process = subprocess.Popen(  # noqa: S603 - this very program
-            [sys.executable, "-m", "anycostfl", *again],
+            [sys.executable, "-P", "-m", "anycostfl", *again],
             stdout=log,
             stderr=log,
             stdin=subprocess.DEVNULL,

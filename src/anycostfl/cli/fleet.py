@@ -89,7 +89,7 @@ def free_port() -> int:
 @contextmanager
 def running(commands: Sequence[Sequence[str]], logs: Path) -> Iterator[None]:
     """Run other commands of this program beside; stop them at the end."""
-    program = [sys.executable, "-c", "from anycostfl.cli import main; main()"]
+    program = [sys.executable, "-P", "-c", "from anycostfl.cli import main; main()"]
     processes: list[subprocess.Popen[bytes]] = []
     try:
         for number, command in enumerate(commands):

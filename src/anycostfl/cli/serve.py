@@ -24,7 +24,7 @@ from anycostfl.records.run import RunWriter
 from anycostfl.runs import begin
 
 if TYPE_CHECKING:
-    from anycostfl.flower.link import Serving
+    from anycostfl.flower.link import ServerOptions
 
 
 def serve(
@@ -54,7 +54,7 @@ def serve(
     hush_flower()
     from anycostfl.flower.fleet import RoundPolicy  # noqa: PLC0415
     from anycostfl.flower.keys import KeyFolder  # noqa: PLC0415 - optional
-    from anycostfl.flower.link import Serving, check_port, open_link  # noqa: PLC0415
+    from anycostfl.flower.link import ServerOptions, check_port, open_superlink  # noqa: PLC0415
 
     _check_above_zero({"--deadline-s": deadline_s, "--patience-s": patience_s})
     folder = KeyFolder(keys)
@@ -73,17 +73,17 @@ def serve(
         check_counts(config, wait_for, min_replies)
         writer, records = _begin(config, name, out_dir), []
     policy = RoundPolicy(deadline_s, wait_for or config.fleet.cohort, min_replies, patience_s)
-    serving = Serving(writer.folder, host, port, None if insecure else folder, policy)
-    with open_link(serving) as link:
+    options = ServerOptions(writer.folder, host, port, None if insecure else folder, policy)
+    with open_superlink(options) as superlink:
         if not json:
-            _announce(serving, config)
+            _announce(options, config)
         stopped = True
         with suppress(KeyboardInterrupt):
-            follow(link.follow(config.run.rounds), records, config, writer.folder, quiet=json)
+            follow(superlink.follow(config.run.rounds), records, config, writer.folder, quiet=json)
             stopped = False
     conclude(config, writer.folder, records, stopped=stopped, json=json, real=True)
     if not json:
-        out.print(_wire_table(records, link.restarts))
+        out.print(_wire_table(records, superlink.restarts))
         if stopped:
             say(f"Stopped. Resume with: anycostfl serve --resume {writer.folder}")
     if stopped:
@@ -133,12 +133,12 @@ def for_devices(config: Config) -> Config:
     return replace(config, training=training, run=replace(config.run, checkpoint_every=1))
 
 
-def _announce(serving: Serving, config: Config) -> None:
-    keys = serving.keys
+def _announce(options: ServerOptions, config: Config) -> None:
+    keys = options.keys
     who = f"{len(keys.registered())} keys registered" if keys else "PLAINTEXT, open to all"
     say(
-        f"listening on {serving.host}:{serving.port}, {who}; waiting for "
-        f"{serving.policy.wait_for} devices of at most {config.fleet.devices}"
+        f"listening on {options.host}:{options.port}, {who}; waiting for "
+        f"{options.policy.wait_for} devices of at most {config.fleet.devices}"
     )
 
 

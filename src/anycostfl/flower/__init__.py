@@ -10,9 +10,11 @@
     post       messages out, replies in
     node       connects a device to the server and hands it messages, in one process
     clock      devices go by the server's clock
-    link       starts Flower's SuperLink and the ServerApp, with offline settings
-    superlink  Flower's SuperLink, closed to strangers
-    orphans    processes end with the one that started them
+    link       starts Flower's SuperLink and the ServerApp, and keeps them running
+    control    registers devices and starts the run
+    superlink  Flower's SuperLink behind a filter
+    processes  what child processes may load, where their output goes, when they end
+    _internal  the only module that uses what Flower does not document
     keys       certificates and device keys
     engine     the same apps on Flower's simulation engine (Ray)
 

@@ -1,30 +1,32 @@
 """Devices whose clock is wrong: boards without a battery for it, or a clock that has just jumped.
 
-Flower's server takes a request only if it was signed with a time within five minutes of its own,
-and a reply only if it was made before its question lapsed, by the device's clock. So a device goes
-by the server's clock: a refusal says what time it is there, and whoever was wrong signs again. That
-time is a second old at times, so a refusal just after the server's own clock was set says nothing
-yet, and the request is repeated a moment later. A reply is dated by its question and the seconds it
-took.
+Flower's server accepts a request only if it was signed with a time within five minutes of its own,
+and a reply only if it was made before its message expired, by the device's clock. So a device goes
+by the server's clock: a refusal carries the server's time, and a device whose clock differs signs
+again. That time may be a second old, so a refusal just after the server's own clock was set proves
+nothing yet, and the request is repeated a moment later. A reply is dated by its message and the
+seconds it took.
 """
 
 from __future__ import annotations
 
 import time
 from base64 import b64encode
+from collections.abc import Callable
 from datetime import UTC, datetime, timedelta
 from email.utils import parsedate_to_datetime
+from typing import Any
 
 import httpx
+from cryptography.hazmat.primitives import hashes
 from cryptography.hazmat.primitives.asymmetric import ec
 from flwr.app import Message
-from flwr.common.constant import TIMESTAMP_HEADER
-from flwr.supercore.constant import FLEET_HTTP_PUBLIC_KEY_HEADER, FLEET_HTTP_SIGNATURE_HEADER
-from flwr.supercore.primitives.asymmetric import public_key_to_bytes, sign_message
-from flwr.supercore.protobuf.client import ProtobufCall, ProtobufRequestContext
+
+from anycostfl.flower._internal import set_lifetime, sign_headers
+from anycostfl.flower.keys import public_pem
 
 LEAST_S = 2.0  # a smaller difference between two clocks is not worth signing again
-STALE_S = 1.5  # how old the time in an answer may be: uvicorn looks at its clock once a second
+STALE_S = 1.5  # how old the time in a response may be: uvicorn looks at its clock once a second
 TRIES = 4  # of a request that is refused
 
 
@@ -33,11 +35,11 @@ class Signature:
 
     def __init__(self, key: ec.EllipticCurvePrivateKey) -> None:
         self._key = key
-        self._public = b64encode(public_key_to_bytes(key.public_key())).decode("ascii")
-        self._behind = timedelta()  # this machine's clock, of the server's
+        self._public = b64encode(public_pem(key.public_key())).decode("ascii")
+        self._behind = timedelta()  # this machine's clock, relative to the server's
 
-    def intercept(self, context: ProtobufRequestContext, call_next: ProtobufCall) -> httpx.Response:
-        """Send a request signed; again while it is refused and the clock may be why."""
+    def intercept(self, context: Any, call_next: Callable[[Any], httpx.Response]) -> httpx.Response:
+        """Send a request signed; again while it is refused and the clock may be the reason."""
         waited = False
         for _ in range(TRIES):
             believed = self._sign(context.request)
@@ -53,21 +55,15 @@ class Signature:
         return response
 
     def _sign(self, request: httpx.Request) -> timedelta:
-        """Sign a request; how far behind this machine's clock was taken to be."""
+        """Sign a request; how far behind this machine's clock was assumed to be."""
         believed = self._behind
         when = (datetime.now(UTC) + believed).isoformat()
-        signature = sign_message(self._key, when.encode("ascii"))
-        request.headers.update(
-            {
-                FLEET_HTTP_PUBLIC_KEY_HEADER: self._public,
-                TIMESTAMP_HEADER: when,
-                FLEET_HTTP_SIGNATURE_HEADER: b64encode(signature).decode("ascii"),
-            }
-        )
+        signature = self._key.sign(when.encode("ascii"), ec.ECDSA(hashes.SHA256()))
+        sign_headers(request, self._public, when, b64encode(signature).decode("ascii"))
         return believed
 
     def _learn(self, response: httpx.Response, believed: timedelta) -> bool:
-        """Take over the time in an answer; whether the request was signed by another.
+        """Adopt the time in a response; whether the request was signed by another one.
 
         Another thread may have learned it in the meantime, so what counts is what was signed.
         """
@@ -80,8 +76,7 @@ class Signature:
         return abs((behind - believed).total_seconds()) > LEAST_S
 
 
-def date_reply(reply: Message, question: Message, seconds: float) -> None:
-    """Date a reply by the clock of whoever asked."""
-    asked = question.metadata
-    reply.metadata.__dict__["_created_at"] = asked.created_at + seconds
-    reply.metadata.__dict__["_ttl"] = max(asked.ttl - seconds, 1e-3)
+def date_reply(reply: Message, message: Message, seconds: float) -> None:
+    """Date a reply by the clock of the server that sent the message."""
+    asked = message.metadata
+    set_lifetime(reply, asked.created_at + seconds, max(asked.ttl - seconds, 1e-3))

@@ -15,7 +15,6 @@ import ipaddress
 import re
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
@@ -29,34 +28,19 @@ from anycostfl.errors import ConfigError
 from anycostfl.files import atomic_write
 
 AUTHORITY_DAYS, SERVER_DAYS, RENEW_DAYS = 3650, 825, 30
+CURVES_ONLY = "must be an elliptic-curve key, as `anycostfl keys` makes"
 ALWAYS = ("localhost", "127.0.0.1", "::1")  # the server's own processes come this way
 
 
-@dataclass(frozen=True, slots=True)
 class KeyFolder:
-    """Where the keys of a fleet lie."""
+    """The files of a fleet's keys."""
 
-    folder: Path
-
-    @property
-    def authority(self) -> Path:
-        """The certificate that devices trust."""
-        return self.folder / "ca.crt"
-
-    @property
-    def authority_key(self) -> Path:
-        """What signs certificates."""
-        return self.folder / "ca.key"
-
-    @property
-    def certificate(self) -> Path:
-        """The server's certificate."""
-        return self.folder / "server.crt"
-
-    @property
-    def certificate_key(self) -> Path:
-        """The server's private key."""
-        return self.folder / "server.key"
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.authority = folder / "ca.crt"  # the certificate that devices trust
+        self.authority_key = folder / "ca.key"
+        self.certificate = folder / "server.crt"
+        self.certificate_key = folder / "server.key"
 
     def device(self, name: str) -> Path:
         """A device's private key."""
@@ -133,17 +117,22 @@ def _certificate(path: Path) -> x509.Certificate:
         raise ConfigError([f"{path}: not a certificate. Delete it to have it made anew"]) from error
 
 
+def public_pem(key: ec.EllipticCurvePublicKey) -> bytes:
+    """A public key in the form by which Flower registers nodes."""
+    return key.public_bytes(
+        serialization.Encoding.PEM, serialization.PublicFormat.SubjectPublicKeyInfo
+    )
+
+
 def public_key(path: Path) -> bytes:
-    """A public key file as Flower's nodes are registered by."""
+    """The public key in a file, in Flower's form."""
     try:
         key = serialization.load_ssh_public_key(path.read_bytes())
     except ValueError as error:
         raise ConfigError([f"{path}: not a public key ({error})"]) from error
     if not isinstance(key, ec.EllipticCurvePublicKey):
-        raise ConfigError([f"{path}: allowed elliptic-curve keys only, as `anycostfl keys` makes"])
-    return key.public_bytes(
-        serialization.Encoding.PEM, serialization.PublicFormat.SubjectPublicKeyInfo
-    )
+        raise ConfigError([f"{path}: {CURVES_ONLY}"])
+    return public_pem(key)
 
 
 def private_key(path: Path) -> ec.EllipticCurvePrivateKey:
@@ -153,7 +142,7 @@ def private_key(path: Path) -> ec.EllipticCurvePrivateKey:
     except (OSError, ValueError) as error:
         raise ConfigError([f"--key: cannot read {path} ({error})"]) from error
     if not isinstance(key, ec.EllipticCurvePrivateKey):
-        raise ConfigError([f"{path}: allowed elliptic-curve keys only, as `anycostfl keys` makes"])
+        raise ConfigError([f"{path}: {CURVES_ONLY}"])
     return key
 
 

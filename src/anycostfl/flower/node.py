@@ -1,22 +1,26 @@
 """A device as a node of Flower, in one process: pull a message, answer it, push the reply.
 
-Flower's SuperNode starts a process for every message, which loads torch anew, and looks for work
-every three seconds. This one speaks the same protocol with Flower's own client, keeps the app in
-memory, and looks often while there is work. It needs no port, and runs only the code that is
+Flower's SuperNode starts a process for every message, which loads torch again, and looks for work
+every three seconds. This one speaks the same protocol through Flower's own client, keeps the app in
+memory, and polls often while there is work. It needs no port, and runs only the code that is
 installed on the device, never code that a server sends.
+
+Where the installed Flower does not fit, `flower-supernode` runs the same app instead.
 """
 
 from __future__ import annotations
 
+import json
 import math
+import socket
 import ssl
-import sys
+import subprocess
+import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass
-from functools import partial
 from logging import ERROR, INFO, WARNING
 from pathlib import Path
 from typing import TypeVar
@@ -24,58 +28,39 @@ from typing import TypeVar
 import httpx
 from cryptography.hazmat.primitives.asymmetric import ec
 from flwr.app import Context, Error, Message, RecordDict
-from flwr.app.message import remove_content_from_message
 from flwr.clientapp import ClientApp
-from flwr.common.constant import ErrorCode
-from flwr.common.logger import log, update_console_handler
-from flwr.common.serde import message_to_proto
-from flwr.proto.fleet_pb2 import (
-    ActivateNodeRequest,
-    DeactivateNodeRequest,
-    PullMessagesRequest,
-    PullMessagesResponse,
-    PushMessagesRequest,
-    RegisterNodeFleetRequest,
-)
-from flwr.proto.heartbeat_pb2 import SendNodeHeartbeatRequest
-from flwr.proto.node_pb2 import Node
-from flwr.supercore.inflatable.inflatable_object import (
-    get_all_nested_objects,
-    get_object_tree,
-    no_object_id_recompute,
-)
-from flwr.supercore.inflatable.inflatable_protobuf_utils import (
-    make_confirm_message_received_fn_protobuf,
-    make_pull_object_fn_protobuf,
-    make_push_object_fn_protobuf,
-)
-from flwr.supercore.inflatable.inflatable_utils import (
-    ObjectPullError,
-    ObjectPushError,
-    pull_and_inflate_object_from_tree,
-    push_objects,
-)
-from flwr.supercore.interceptors.http.runtime_version import RuntimeVersionHttpInterceptor
-from flwr.supercore.primitives.asymmetric import public_key_to_bytes
-from flwr.supercore.task_identity import TaskIdentity
-from flwr.supernode.fleet_http_client import FleetHttpClient
 
 from anycostfl.errors import AnycostError, ConfigError
+from anycostfl.flower._internal import (
+    ErrorCode,
+    FleetClient,
+    TransferError,
+    available,
+    format_console,
+    log,
+    set_task,
+)
 from anycostfl.flower.clock import Signature, date_reply
 from anycostfl.flower.device import Setup
-from anycostfl.flower.keys import private_key
-from anycostfl.flower.messages import DeviceRejectedError
+from anycostfl.flower.keys import private_key, public_pem
+from anycostfl.flower.superlink import is_local
+from anycostfl.processes import program, safe_environment
+from anycostfl.wire.messages import DeviceRejectedError
 
-Request = TypeVar("Request")
-Answer = TypeVar("Answer")
+Result = TypeVar("Result")
 
-HEARTBEAT_S = 10.0  # Flower's least; after two missed ones a device counts as gone
+HEARTBEAT_S = 10.0  # Flower's minimum; after two missed ones a device counts as gone
 REFUSED_S = 45.0  # a device that crashed is refused until it counts as gone
-LOOK_MIN_S, LOOK_MAX_S = 0.1, 1.0  # between two looks for work
+POLL_MIN_S, POLL_MAX_S = 0.1, 1.0  # between two looks for work
 PAUSE_MAX_S = 10.0  # before trying an unreachable server again
+STOP_S = 10.0
 WRONG_SERVER = ("CERTIFICATE_VERIFY_FAILED", "WRONG_VERSION_NUMBER")
-"""What TLS says of another's certificate, or of a server without any; a line that breaks in the
-middle of a greeting is no more than that."""
+"""TLS errors of a server with a foreign certificate, or with none. Other errors in a handshake are
+those of a connection that broke."""
+INSTEAD = (
+    "`flower-supernode` runs this device. It is slower, and it runs the app that the server sends: "
+    "join only servers that you trust"
+)
 
 
 class RefusedError(AnycostError):
@@ -83,7 +68,7 @@ class RefusedError(AnycostError):
 
 
 class UnreachableError(AnycostError):
-    """The server has not been there for too long."""
+    """The server could not be reached for too long."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,7 +76,7 @@ class Address:
     """Where the server is, how to recognise it, and the key to be recognised by.
 
     Without a certificate to trust, the connection is plaintext and anybody may join. `patience_s`
-    is how long to try a server that cannot be reached; 0 is for ever.
+    is how long to try a server that cannot be reached; 0 is forever.
     """
 
     server: str  # host:port
@@ -101,64 +86,90 @@ class Address:
 
 
 def join(address: Address, app: ClientApp, setup: Setup) -> None:
-    """Be a device of the fleet until the process is stopped, or the server says no."""
-    watched = sys.stderr.isatty()
-    update_console_handler(timestamps=not watched, colored=watched)
+    """Be a device of the fleet until the process is stopped, or the server refuses it."""
+    format_console()
+    if not available("node", INSTEAD):
+        run_supernode(address, setup)
+        return
     key = private_key(address.key) if address.key else ec.generate_private_key(ec.SECP384R1())
     context = Context(
         run_id=0, node_id=0, node_config=setup.node_config(), state=RecordDict(), run_config={}
     )
-    with _client(address, key) as client:
-        line = Line(address, client)
+    with closing(open_client(address, key)) as client:
+        connection = Connection(address, client)
         while True:
-            node = line.enter(key.public_key())
-            log(INFO, "joined %s as node %s", address.server, node.node_id)
-            with _heartbeat(client, node):
+            context.node_id = connection.enter(public_pem(key.public_key()))
+            log(INFO, "joined %s as node %s", address.server, context.node_id)
+            with _heartbeat(client, context.node_id):
                 try:
-                    line.converse(node, app, context)
+                    connection.answer_messages(app, context)
                 finally:
                     with suppress(httpx.HTTPError):
-                        client.DeactivateNode(DeactivateNodeRequest(node_id=node.node_id))
+                        client.deactivate(context.node_id)
             log(WARNING, "the server does not know this device any more; joining again")
 
 
-def _client(address: Address, key: ec.EllipticCurvePrivateKey) -> FleetHttpClient:
+def open_client(address: Address, key: ec.EllipticCurvePrivateKey) -> FleetClient:
+    """A client that retries while the server is unreachable."""
+    trust = address.trust.read_bytes() if address.trust else None
     try:
-        return FleetHttpClient.from_server_address(
-            address.server,
-            insecure=address.trust is None,
-            root_certificates=address.trust.read_bytes() if address.trust else None,
-            interceptors=[
-                RuntimeVersionHttpInterceptor(component_name="SuperNode"),
-                Signature(key),
-            ],
-        )
+        return FleetClient(address.server, trust, Signature(key), Patience(address))
     except ssl.SSLError as error:
         raise ConfigError(
-            [f"--trust: given {address.trust}, which holds no certificate; allowed the ca.crt of "
+            [f"--trust: given {address.trust}, which holds no certificate; must be the ca.crt of "
              "`anycostfl keys`"]
         ) from error  # fmt: skip
 
 
-class Line:
-    """A device's line to the server, which may be down for a while."""
+@dataclass(frozen=True, slots=True)
+class Patience:
+    """Repeats a request until the server can be reached; a certificate that does not fit is final.
 
-    def __init__(self, address: Address, client: FleetHttpClient) -> None:
+    `pause_s` grows between two tries.
+    """
+
+    address: Address
+
+    def __call__(self, request: Callable[[], Result]) -> Result:
+        """What the request returns."""
+        pause_s, begin, told = 0.5, time.monotonic(), ""
+        while True:
+            try:
+                return request()
+            except httpx.TransportError as error:
+                self._check(error, time.monotonic() + pause_s - begin)
+                if str(error) != told:  # once: it may be away for days
+                    log(WARNING, "the server cannot be reached (%s), trying again", error)
+                    told = str(error)
+                time.sleep(pause_s)
+                pause_s = min(2 * pause_s, PAUSE_MAX_S)
+
+    def _check(self, error: httpx.TransportError, gone_s: float) -> None:
+        """Give up if trying again makes no sense."""
+        if any(word in str(error) for word in WRONG_SERVER):
+            raise RefusedError(
+                f"the server is not the expected one: {error}. Give the ca.crt that its "
+                "certificate was made with, and an address that the certificate names"
+            ) from error
+        if self.address.patience_s and gone_s > self.address.patience_s:
+            raise UnreachableError(f"{self.address.server} cannot be reached: {error}") from error
+
+
+class Connection:
+    """A device's connection to the server, which may be down for a while."""
+
+    def __init__(self, address: Address, client: FleetClient) -> None:
         self._address, self._client = address, client
 
-    def enter(self, key: ec.EllipticCurvePublicKey) -> Node:
+    def enter(self, public_key: bytes) -> int:
         """Become a node; wait for a server that is not there yet."""
-        public = public_key_to_bytes(key)
-        request = ActivateNodeRequest(public_key=public, heartbeat_interval=HEARTBEAT_S)
         if self._address.key is None:
-            registration = RegisterNodeFleetRequest(public_key=public)
-            with suppress(httpx.HTTPStatusError):  # it may be registered from an earlier time
-                self._patient(self._client.RegisterNode)(registration)
+            with suppress(httpx.HTTPStatusError):  # it may still be registered
+                self._client.register(public_key)
         until = math.inf  # counts from the first refusal: the server may not have been there before
         while True:
             try:
-                answer = self._patient(self._client.ActivateNode)(request)
-                return Node(node_id=answer.node_id)
+                return self._client.activate(public_key, HEARTBEAT_S)
             except httpx.HTTPStatusError as error:
                 until = min(until, time.monotonic() + REFUSED_S)
                 if time.monotonic() > until:
@@ -170,105 +181,39 @@ class Line:
                 log(WARNING, "refused by the server (%s), trying again", _why(error))
                 time.sleep(2.0)
 
-    def converse(self, node: Node, app: ClientApp, context: Context) -> None:
+    def answer_messages(self, app: ClientApp, context: Context) -> None:
         """Answer messages until the server forgets this node."""
-        context.node_id = node.node_id
-        look, pause = self._patient(self._client.PullMessages), LOOK_MIN_S
+        pause_s = POLL_MIN_S
         while True:
             try:
-                found = look(PullMessagesRequest(node=node))
-                if not found.messages_list:
-                    time.sleep(pause)
-                    pause = min(1.2 * pause, LOOK_MAX_S)
+                message = self._client.pull(context.node_id)
+                if message is None:
+                    time.sleep(pause_s)
+                    pause_s = min(1.2 * pause_s, POLL_MAX_S)
                     continue
-                pause = LOOK_MIN_S
-                message = self._fetch(node, found)
-                begin = time.monotonic()
-                reply = _answer(app, message, context)
+                pause_s, begin = POLL_MIN_S, time.monotonic()
+                reply = answer(app, message, context)
                 seconds = time.monotonic() - begin
                 date_reply(reply, message, seconds)
-                self._send(node, reply, seconds)
+                self._client.push(context.node_id, reply, seconds)
             except httpx.HTTPStatusError as error:
                 if error.response.status_code == httpx.codes.UNAUTHORIZED:
                     return
-                log(WARNING, "the server does not take this: %s", _why(error))
-                time.sleep(LOOK_MAX_S)
-            except (ObjectPullError, ObjectPushError) as error:
+                log(WARNING, "the server does not accept this: %s", _why(error))
+                time.sleep(POLL_MAX_S)
+            except TransferError as error:
                 log(WARNING, "a message was cut short: %s", error)
-
-    def _fetch(self, node: Node, found: PullMessagesResponse) -> Message:
-        """The whole of a message."""
-        client, tree = self._client, found.message_object_trees[0]
-        run_id = found.messages_list[0].metadata.run_id
-        message: Message = pull_and_inflate_object_from_tree(
-            tree,
-            make_pull_object_fn_protobuf(self._patient(client.PullObject), node, run_id),
-            make_confirm_message_received_fn_protobuf(
-                self._patient(client.ConfirmMessageReceived), node, run_id
-            ),
-            return_type=Message,
-            max_time=60.0,
-            initial_backoff=0.1,
-        )
-        message.metadata.__dict__["_message_id"] = tree.object_id
-        return message
-
-    def _send(self, node: Node, reply: Message, seconds: float) -> None:
-        """Push a reply and everything in it."""
-        reply.metadata.__dict__["_message_id"] = reply.object_id
-        client, run_id = self._client, reply.metadata.run_id
-        with no_object_id_recompute():
-            parts = get_all_nested_objects(reply)
-            request = PushMessagesRequest(
-                node=node,
-                messages_list=[message_to_proto(remove_content_from_message(reply))],
-                message_object_trees=[get_object_tree(reply)],
-                clientapp_runtime_list=[seconds],
-            )
-            taken = self._patient(client.PushMessages)(request)
-            push = make_push_object_fn_protobuf(
-                self._patient(client.PushObject), node, run_id, taken.session_id
-            )
-            push_objects(parts, push, object_ids_to_push=set(taken.objects_to_push))
-
-    def _patient(self, method: Callable[[Request], Answer]) -> Callable[[Request], Answer]:
-        """A method of the client that waits for a server that is away."""
-        return lambda request: self._call(partial(method, request))
-
-    def _call(self, request: Callable[[], Answer]) -> Answer:
-        """Ask the server until it can be reached; a certificate that does not fit is final."""
-        pause, begin, told = 0.5, time.monotonic(), ""
-        while True:
-            try:
-                return request()
-            except httpx.TransportError as error:
-                if any(word in str(error) for word in WRONG_SERVER):
-                    raise RefusedError(
-                        f"the server is not who it should be: {error}. Give the ca.crt that its "
-                        "certificate was made with, and an address that the certificate names"
-                    ) from error
-                gone_s, patience_s = time.monotonic() - begin, self._address.patience_s
-                if patience_s and gone_s + pause > patience_s:
-                    raise UnreachableError(
-                        f"{self._address.server} cannot be reached: {error}"
-                    ) from error
-                if str(error) != told:  # once: it may be away for days
-                    log(WARNING, "the server cannot be reached (%s), trying again", error)
-                    told = str(error)
-                time.sleep(pause)
-                pause = min(2 * pause, PAUSE_MAX_S)
 
 
 @contextmanager
-def _heartbeat(client: FleetHttpClient, node: Node) -> Iterator[None]:
+def _heartbeat(client: FleetClient, node_id: int) -> Iterator[None]:
     """Tell the server now and then that the device is alive."""
     stop = threading.Event()
-    request = SendNodeHeartbeatRequest(node=node, heartbeat_interval=HEARTBEAT_S)
 
     def beat() -> None:
         while not stop.wait(0.7 * HEARTBEAT_S):
             with suppress(httpx.HTTPError):
-                client.SendNodeHeartbeat(request)
+                client.send_heartbeat(node_id, HEARTBEAT_S)
 
     threading.Thread(target=beat, daemon=True).start()
     try:
@@ -277,11 +222,10 @@ def _heartbeat(client: FleetHttpClient, node: Node) -> Iterator[None]:
         stop.set()
 
 
-def _answer(app: ClientApp, message: Message, context: Context) -> Message:
-    """What the app answers; what goes wrong in it is an answer too, unless the server says go."""
+def answer(app: ClientApp, message: Message, context: Context) -> Message:
+    """The app's reply; an error in it is a reply too, unless the server sends the device away."""
     about = message.metadata
-    TaskIdentity.run_id, TaskIdentity.node_id = about.run_id, context.node_id
-    TaskIdentity.task_id = about.dst_task_id or 0
+    set_task(about.run_id, context.node_id, getattr(about, "dst_task_id", None) or 0)
     context.run_id = about.run_id
     log(INFO, "round %s: %s", about.group_id, about.message_type)
     try:
@@ -295,3 +239,43 @@ def _answer(app: ClientApp, message: Message, context: Context) -> Message:
 
 def _why(error: httpx.HTTPStatusError) -> str:
     return f"{error.response.status_code} {error.response.text[:200]}".strip()
+
+
+# --- where the installed Flower does not fit ------------------------------------------------------
+
+
+def run_supernode(address: Address, setup: Setup) -> None:
+    """Run Flower's documented SuperNode, with the app that is installed on both sides."""
+    host = address.server.rpartition(":")[0].strip("[]")
+    if address.trust is None and host != "localhost" and not is_local([host], None):
+        raise ConfigError(
+            [f"--insecure: {INSTEAD}. Without TLS anybody on the way could send one; give --key "
+             "and --trust"]
+        )  # fmt: skip
+    with tempfile.TemporaryDirectory(prefix="anycostfl-") as home:
+        process = subprocess.Popen(  # noqa: S603 - Flower's program
+            supernode_command(address, setup), env=safe_environment(Path(home))
+        )
+        try:
+            code = process.wait()
+        finally:
+            process.terminate()
+            with suppress(subprocess.TimeoutExpired):
+                process.wait(STOP_S)
+            process.kill()
+    raise RefusedError(f"flower-supernode ended with exit code {code}")
+
+
+def supernode_command(address: Address, setup: Setup) -> list[str]:
+    """The command line of a SuperNode that is this device."""
+    table = " ".join(f"{name}={json.dumps(value)}" for name, value in setup.node_config().items())
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]  # its processes talk to each other there
+    command = [program("flower-supernode"), "--superlink", address.server, "--node-config", table]
+    command += ["--host", "127.0.0.1", "--port", str(port)]
+    command += ["--root-certificates", str(address.trust)] if address.trust else ["--insecure"]
+    if address.key:
+        command += ["--auth-supernode-private-key", str(address.key)]
+    if address.patience_s:
+        command += ["--max-wait-time", str(address.patience_s)]
+    return command

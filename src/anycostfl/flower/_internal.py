@@ -1,0 +1,372 @@
+"""The one door to what Flower does not document.
+
+Flower documents `flwr.app`, `flwr.clientapp`, `flwr.serverapp`, `flwr.simulation` and its programs.
+Whatever else this package uses is listed in `NEEDS` and touched in this file only. Where the
+installed version does not have it, `available` says so once and the caller takes the documented
+path. A capability is looked up when it is first needed: importing the SuperLink alone takes a board
+several seconds.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import sys
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
+from enum import IntEnum
+from functools import cache, partial
+from importlib import import_module, resources
+from importlib.metadata import version
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
+
+import httpx
+from flwr.app import Message, UserConfig
+from flwr.serverapp import Grid
+
+from anycostfl.errors import AnycostError
+from anycostfl.flower.keys import public_key
+
+NEEDS: Mapping[str, tuple[str, ...]] = {
+    # `join` in one process. Flower's SuperNode starts a process for every message, which loads
+    # torch again, and runs whatever app the server sends.
+    "node": (
+        "flwr.supernode.fleet_http_client:FleetHttpClient",
+        "flwr.supercore.interceptors.http.runtime_version:RuntimeVersionHttpInterceptor",
+        "flwr.proto.fleet_pb2",
+        "flwr.proto.heartbeat_pb2",
+        "flwr.proto.node_pb2:Node",
+        "flwr.common.serde:message_to_proto",
+        "flwr.app.message:remove_content_from_message",
+        "flwr.supercore.inflatable.inflatable_object",
+        "flwr.supercore.inflatable.inflatable_protobuf_utils",
+        "flwr.supercore.inflatable.inflatable_utils",
+        "flwr.supercore.task_identity:TaskIdentity",  # a reply takes its sender's ids from here
+        "flwr.common.constant:TIMESTAMP_HEADER",
+        "flwr.supercore.constant:FLEET_HTTP_PUBLIC_KEY_HEADER",
+        "flwr.supercore.constant:FLEET_HTTP_SIGNATURE_HEADER",
+    ),
+    # Registering keys and starting runs; the `flwr` program takes a process of seconds for each.
+    "control": (
+        "flwr.supercore.control:ControlHttpClient",
+        "flwr.supercore.interceptors.http.runtime_version:RuntimeVersionHttpInterceptor",
+        "flwr.proto.control_pb2",
+        "flwr.cli.build:build_fab_from_files",
+        "flwr.supercore.fab:Fab",
+        "flwr.common.serde:fab_to_proto",
+        "flwr.common.serde:user_config_to_proto",
+    ),
+    # The filter in front of Control and Runtime: it works only if uvicorn serves all of the
+    # SuperLink. Versions that have the constant open a gRPC port only when asked to.
+    "filter": (
+        "flwr.superlink.cli.flower_superlink:uvicorn",
+        "flwr.common.constant:FLWR_INTERNAL_GRPC_FLEET_API",
+        "uvicorn.protocols.http.h11_impl:H11Protocol",
+    ),
+    # Fetching replies without Flower's pauses, and dropping those that nobody will fetch.
+    "collector": (
+        "flwr.superlink.grid:http_grid",
+        "flwr.superlink.grid:HttpGrid",
+        "flwr.supercore.inflatable.inflatable_utils:pull_objects",
+        "flwr.proto.message_pb2:ConfirmMessageReceivedRequest",
+    ),
+    # The bytes of a message as it is sent; its records tell only those of the arrays.
+    "sizes": ("flwr.supercore.inflatable.inflatable_object:get_all_nested_objects",),
+    # Time stamps in the console output of `join`.
+    "console": ("flwr.common.logger:update_console_handler",),
+}
+
+log = logging.getLogger("flwr").log  # Flower's own logger, which its processes show
+
+
+class UnavailableError(AnycostError):
+    """The installed version of Flower lacks something that was asked of it."""
+
+
+class TransferError(AnycostError):
+    """A message that did not arrive whole."""
+
+
+class KeyRefusedError(AnycostError):
+    """A public key that Flower does not register."""
+
+
+class ErrorCode(IntEnum):
+    """Why there is no reply, as Flower numbers it on the wire."""
+
+    CLIENT_APP_RAISED_EXCEPTION = 2
+    MESSAGE_UNAVAILABLE = 3
+    REPLY_MESSAGE_UNAVAILABLE = 4
+    NODE_UNAVAILABLE = 5
+
+
+# --- what is available ----------------------------------------------------------------------------
+
+
+@cache
+def _find(capability: str) -> SimpleNamespace | str:
+    """Everything that a capability needs, or why it cannot be had."""
+    found = SimpleNamespace()
+    for name in NEEDS[capability]:
+        module, _, attribute = name.partition(":")
+        try:
+            value = import_module(module)
+            value = getattr(value, attribute) if attribute else value
+        except (ImportError, AttributeError) as error:
+            return str(error)
+        setattr(found, attribute or module.rpartition(".")[2], value)
+    return found
+
+
+@cache
+def _warn(capability: str, why: str, otherwise: str) -> None:
+    text = "Flower %s does not offer what the %s of anycostfl needs (%s): %s"
+    log(logging.WARNING, text, version("flwr"), capability, why, otherwise)
+
+
+def available(capability: str, otherwise: str) -> bool:
+    """Whether Flower has what a capability needs; warns once about what is done otherwise."""
+    found = _find(capability)
+    if isinstance(found, str):
+        _warn(capability, found, otherwise)
+        return False
+    return True
+
+
+def _use(capability: str) -> Any:
+    found = _find(capability)
+    if isinstance(found, str):
+        raise UnavailableError(f"Flower {version('flwr')} has no {capability}: {found}")
+    return found
+
+
+# --- devices --------------------------------------------------------------------------------------
+
+Retry = Callable[[Callable[[], Any]], Any]
+"""Makes a request, again while the server cannot be reached."""
+
+
+class FleetClient:
+    """The Fleet interface of a SuperLink, as one device uses it."""
+
+    def __init__(self, server: str, trust: bytes | None, signer: object, retry: Retry) -> None:
+        self._flower = _use("node")
+        self._retry = retry
+        component = self._flower.RuntimeVersionHttpInterceptor(component_name="SuperNode")
+        self._client = self._flower.FleetHttpClient.from_server_address(
+            server,
+            insecure=trust is None,
+            root_certificates=trust,
+            interceptors=[component, signer],
+        )
+
+    def close(self) -> None:
+        """Close the connection."""
+        self._client.close()
+
+    def register(self, public_key: bytes) -> None:
+        """Ask a server without a list of keys to take this one."""
+        request = self._flower.fleet_pb2.RegisterNodeFleetRequest(public_key=public_key)
+        self._retried(self._client.RegisterNode)(request)
+
+    def activate(self, public_key: bytes, heartbeat_s: float) -> int:
+        """Come online; the node id."""
+        request = self._flower.fleet_pb2.ActivateNodeRequest(
+            public_key=public_key, heartbeat_interval=heartbeat_s
+        )
+        return int(self._retried(self._client.ActivateNode)(request).node_id)
+
+    def deactivate(self, node_id: int) -> None:
+        """Go offline."""
+        self._client.DeactivateNode(self._flower.fleet_pb2.DeactivateNodeRequest(node_id=node_id))
+
+    def send_heartbeat(self, node_id: int, heartbeat_s: float) -> None:
+        """Stay online for another interval or two."""
+        node = self._flower.Node(node_id=node_id)
+        self._client.SendNodeHeartbeat(
+            self._flower.heartbeat_pb2.SendNodeHeartbeatRequest(
+                node=node, heartbeat_interval=heartbeat_s
+            )
+        )
+
+    def pull(self, node_id: int) -> Message | None:
+        """The next message for this node, if there is one."""
+        flower, node = self._flower, self._flower.Node(node_id=node_id)
+        found = self._retried(self._client.PullMessages)(
+            flower.fleet_pb2.PullMessagesRequest(node=node)
+        )
+        if not found.messages_list:
+            return None
+        tree, run_id = found.message_object_trees[0], found.messages_list[0].metadata.run_id
+        make = flower.inflatable_protobuf_utils
+        confirm = self._retried(self._client.ConfirmMessageReceived)
+        try:
+            message = flower.inflatable_utils.pull_and_inflate_object_from_tree(
+                tree,
+                make.make_pull_object_fn_protobuf(
+                    self._retried(self._client.PullObject), node, run_id
+                ),
+                make.make_confirm_message_received_fn_protobuf(confirm, node, run_id),
+                return_type=Message,
+                max_time=60.0,
+                initial_backoff=0.1,
+            )
+        except flower.inflatable_utils.ObjectPullError as error:
+            raise TransferError(str(error)) from error
+        message.metadata.__dict__["_message_id"] = tree.object_id
+        return cast(Message, message)
+
+    def push(self, node_id: int, reply: Message, seconds: float) -> None:
+        """Send a reply that took so long to make."""
+        flower, node = self._flower, self._flower.Node(node_id=node_id)
+        objects = flower.inflatable_object
+        reply.metadata.__dict__["_message_id"] = reply.object_id
+        with objects.no_object_id_recompute():
+            head = flower.message_to_proto(flower.remove_content_from_message(reply))
+            parts, tree = objects.get_all_nested_objects(reply), objects.get_object_tree(reply)
+            taken = self._retried(self._client.PushMessages)(
+                flower.fleet_pb2.PushMessagesRequest(
+                    node=node,
+                    messages_list=[head],
+                    message_object_trees=[tree],
+                    clientapp_runtime_list=[seconds],
+                )
+            )
+            push = flower.inflatable_protobuf_utils.make_push_object_fn_protobuf(
+                self._retried(self._client.PushObject),
+                node,
+                reply.metadata.run_id,
+                taken.session_id,
+            )
+            try:
+                flower.inflatable_utils.push_objects(
+                    parts, push, object_ids_to_push=set(taken.objects_to_push)
+                )
+            except flower.inflatable_utils.ObjectPushError as error:
+                raise TransferError(str(error)) from error
+
+    def _retried(self, method: Callable[[Any], Any]) -> Callable[[Any], Any]:
+        return lambda request: self._retry(partial(method, request))
+
+
+def sign_headers(request: httpx.Request, public: str, when: str, signature: str) -> None:
+    """Put a device's signature where the SuperLink looks for it."""
+    flower = _use("node")
+    request.headers[flower.FLEET_HTTP_PUBLIC_KEY_HEADER] = public
+    request.headers[flower.TIMESTAMP_HEADER] = when
+    request.headers[flower.FLEET_HTTP_SIGNATURE_HEADER] = signature
+
+
+def set_lifetime(message: Message, created_at: float, ttl: float) -> None:
+    """Date a message by another clock than this machine's."""
+    message.metadata.__dict__["_created_at"] = created_at
+    message.metadata.__dict__["_ttl"] = ttl
+
+
+def set_task(run_id: int, node_id: int, task_id: int) -> None:
+    """Say whose replies this process makes from now on."""
+    identity = _use("node").TaskIdentity
+    identity.run_id, identity.node_id, identity.task_id = run_id, node_id, task_id
+
+
+def format_console() -> None:
+    """Have Flower's logger write times where nobody watches, and colours where somebody does."""
+    if available("console", "log lines have no time"):
+        watched = sys.stderr.isatty()
+        _use("console").update_console_handler(timestamps=not watched, colored=watched)
+
+
+# --- server ---------------------------------------------------------------------------------------
+
+
+class ControlClient:
+    """The Control interface of a SuperLink: registers devices, starts runs."""
+
+    def __init__(self, address: str, trust: bytes | None) -> None:
+        self._flower = _use("control")
+        component = self._flower.RuntimeVersionHttpInterceptor(component_name="flwr CLI")
+        self._client = self._flower.ControlHttpClient.from_server_address(
+            address, insecure=trust is None, root_certificates=trust, interceptors=[component]
+        )
+
+    def register(self, name: str, path: Path) -> int:
+        """Let in the device with this public key; its node id."""
+        request = self._flower.control_pb2.RegisterNodeRequest(
+            public_key=public_key(path), name=name
+        )
+        try:
+            return int(self._client.RegisterNode(request).node_id)
+        except httpx.HTTPStatusError as error:
+            if error.response.status_code != httpx.codes.PRECONDITION_FAILED:
+                raise
+            raise KeyRefusedError(
+                "Flower registers a key once, under one name, as long as it runs: make a new one "
+                "with `anycostfl keys`, or start the server again"
+            ) from error
+
+    def unregister(self, node_id: int) -> None:
+        """Put a device out."""
+        self._client.UnregisterNode(self._flower.control_pb2.UnregisterNodeRequest(node_id=node_id))
+
+    def start_run(self, config: UserConfig) -> int:
+        """Start the server app; Flower's number of the run."""
+        manifest = resources.files("anycostfl.flower").joinpath("app", "pyproject.toml")
+        content, _ = self._flower.build_fab_from_files({"pyproject.toml": manifest.read_bytes()})
+        fab = self._flower.Fab(hashlib.sha256(content).hexdigest(), content, {})
+        request = self._flower.control_pb2.StartRunRequest(
+            fab=self._flower.fab_to_proto(fab),
+            override_config=self._flower.user_config_to_proto(config),
+        )
+        return int(self._client.StartRun(request).run_id)
+
+    def close(self) -> None:
+        """Close the connection."""
+        with suppress(httpx.HTTPError):
+            self._client.close()
+
+
+def h11_protocol() -> type[Any]:
+    """The connection class of the server that Flower runs the SuperLink in."""
+    return cast(type[Any], _use("filter").H11Protocol)
+
+
+def superlink_config() -> type[Any]:
+    """The settings of that server; patching their constructor reaches every one it starts."""
+    return cast(type[Any], _use("filter").uvicorn.Config)
+
+
+def reduce_polling() -> None:
+    """Look soon again for a part of a reply that is on its way; Flower waits a second first."""
+    if available("collector", "replies are fetched as often as Flower looks for them"):
+        flower = _use("collector")
+        vars(flower.http_grid)["pull_objects"] = partial(flower.pull_objects, initial_backoff=0.05)
+
+
+def drop_messages(grid: Grid, ids: Iterable[str]) -> None:
+    """Have the SuperLink drop messages that nobody will fetch any more.
+
+    When a message expires, Flower forgets it but keeps its content until the run ends.
+    """
+    if not available("collector", "what nobody fetches stays in memory until the run ends"):
+        return
+    flower = _use("collector")
+    if not isinstance(grid, flower.HttpGrid):
+        return
+    connection = cast(Any, grid)
+    for name in ids:
+        request = flower.ConfirmMessageReceivedRequest(
+            node=connection.node, run_id=connection.run.run_id, message_object_id=name
+        )
+        with suppress(OSError, httpx.HTTPError):
+            connection._runtime_client.ConfirmMessageReceived(request)
+
+
+def message_bytes(message: Message) -> int:
+    """Bytes of a message on the wire, without the overhead of HTTP."""
+    if available("sizes", "bytes on the wire are those of the arrays alone"):
+        parts = _use("sizes").get_all_nested_objects(message)
+        return sum(len(part.deflate()) for part in parts.values())
+    records = message.content.array_records.values() if message.has_content() else ()
+    return sum(len(array.data) for record in records for array in record.values())
