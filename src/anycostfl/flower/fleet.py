@@ -36,7 +36,7 @@ from anycostfl.planning.strategy import Reason
 from anycostfl.rounds import Offers, RoundPlan, ServerState, one_line
 from anycostfl.server.suspensions import Suspensions
 from anycostfl.state import State
-from anycostfl.wire.envelope import MessageError
+from anycostfl.wire.envelope import Envelope, MessageError
 from anycostfl.wire.messages import (
     Capabilities,
     Download,
@@ -384,11 +384,13 @@ class FlowerFleet:
     def _renew(self, message: Message) -> None:
         """A result carries the capabilities for the next round; without them, the device is asked."""
         node = message.metadata.src_node_id
-        before = self._capabilities.pop(node, None)
-        if before is None or message.has_error():
+        before = self._capabilities.get(node)
+        envelope = Envelope() if message.has_error() else to_envelope(message.content)
+        if before is None or "evaluation" in envelope.tables:
             return
+        del self._capabilities[node]
         with suppress(MessageError):
-            latest = read_capabilities(to_envelope(message.content))
+            latest = read_capabilities(envelope)
             if latest.device == before.device:
                 self._capabilities[node] = latest
 
