@@ -52,7 +52,7 @@ from mutations import (
 )
 
 SLOW = {  # how many times fewer cases these get
-    "kernel+": 2, "lowrank": 2, "heterofl": 2, "journal": 2, "checkpoint": 5, "config": 20,
+    "lowrank": 2, "heterofl": 2, "journal": 2, "checkpoint": 5, "config": 20,
     "message": 20,
 }  # fmt: skip
 Dice = random.Random

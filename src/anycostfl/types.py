@@ -52,7 +52,7 @@ class Update:
     masks: dict[str, Tensor]
 
 
-def counting_all(update: Update) -> Update:
+def with_full_mask(update: Update) -> Update:
     """The same values with a mask that is true everywhere: zeros count as zeros."""
     masks = {name: torch.ones(v.shape, dtype=torch.bool) for name, v in update.values.items()}
     return Update(update.values, masks)
