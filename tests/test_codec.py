@@ -42,13 +42,13 @@ def test_decoded_values_are_exactly_the_quantized_ones() -> None:
     mask = torch.cat([decoded.masks[part.name].reshape(-1) for part in parts]).numpy()
     sent = sections.unpack(payload, parts, payload_binding(b"", SHAPES))
     assert sent is not None
+    grid, symbols = sent[1].grid, sent[1].symbols
     every = kernel.Spans(np.arange(flat.size), np.ones(flat.size, np.int64))
     kept = every.take(np.flatnonzero(mask))
-    symbols, negative = kernel.quantize(flat, kept, sent.grid, seed=5)
-    assert np.array_equal(symbols, sent.symbols)
-    sizes = np.array([kernel.point(int(symbol), *sent.grid.bounds) for symbol in symbols])
+    assert np.array_equal(kernel.quantize(flat, kept, grid, seed=5).symbols, symbols)
+    sizes = np.array([kernel.point(int(symbol), *grid.bounds) for symbol in symbols])
     expected = np.zeros(flat.size, np.float32)
-    expected[mask] = sizes * np.where(negative, -1, 1)
+    expected[mask] = sizes * np.where(flat[mask] < 0, -1, 1)
     values = torch.cat([decoded.values[part.name].reshape(-1) for part in parts]).numpy()
     assert np.array_equal(values, expected)
 

@@ -1,4 +1,4 @@
-"""Golomb masks, frequency tables, rANS levels, signs: lossless, small, and safe to read."""
+"""Golomb masks, frequency tables, rANS levels: lossless, small, and safe to read."""
 
 import math
 
@@ -193,17 +193,6 @@ def test_spare_bits_must_be_exact() -> None:
     for wrong in (b"", spare + b"\0", bytes([spare[0] | 0x80])):
         with pytest.raises(PayloadError, match="spare"):
             entropy.detokenize(tokens, wrong, 2**24)
-
-
-def test_signs_are_one_bit_for_every_symbol_above_zero() -> None:
-    symbols = np.array([0, 1, 5, 0, 2], np.uint32)
-    data = entropy.encode_signs(symbols, np.array([1, 1, 0, 0, 1], np.uint8))
-    assert data == b"\x05"
-    assert entropy.decode_signs(data, symbols).tolist() == [5]
-    with pytest.raises(PayloadError, match="3 signs take 1 bytes, not 2"):
-        entropy.decode_signs(b"\x05\x00", symbols)
-    with pytest.raises(PayloadError, match="padded with zeros"):
-        entropy.decode_signs(b"\x0d", symbols)
 
 
 @compiles

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from anycostfl.codec import flatten, kernel, sections
 from anycostfl.codec.arrays import Floats
 from anycostfl.codec.kernel import Norms, Spans
-from anycostfl.codec.sections import Decoded, Grid, Part
+from anycostfl.codec.sections import Grid, Part
 from anycostfl.errors import UpdateError
 
 SHAPES = st.lists(st.integers(0, 7), max_size=4).map(tuple)
@@ -99,9 +99,10 @@ def whole(count: int) -> Spans:
 @pytest.mark.parametrize("grid", [Grid(0.0, 1.0, 7), Grid(0.25, 0.75, 3), Grid(1e-40, 1e-39, 5)])
 def test_quantizer_is_exact_on_its_points(grid: Grid) -> None:
     flat = np.concatenate([points(grid), -points(grid)])
-    symbols, negative = kernel.quantize(flat, whole(flat.size), grid, seed=1)
-    signs = np.packbits(negative[symbols > 0], bitorder="little")
-    again = kernel.dequantize(Decoded(np.ones(flat.size, np.bool_), grid, symbols, signs))
+    quantized = kernel.quantize(flat, whole(flat.size), grid, seed=1)
+    signs = np.packbits(flat[quantized.symbols > 0] < 0, bitorder="little")
+    assert np.array_equal(quantized.signs, signs)
+    again = kernel.dequantize(quantized, np.ones(flat.size, np.bool_))
     assert np.array_equal(again, flat)
 
 
@@ -120,7 +121,7 @@ def test_quantizer_is_unbiased_with_the_variance_of_its_draw(value: float, grid:
     """Mean of 40,000 draws within 5 standard errors: a right quantizer fails 6 times in 10^7."""
     count = 40_000
     flat = np.full(count, value, np.float32)
-    symbols, _ = kernel.quantize(flat, whole(count), grid, seed=7)
+    symbols = kernel.quantize(flat, whole(count), grid, seed=7).symbols
     drawn = points(grid).astype(np.float64)[symbols]
     low, high = drawn.min(), drawn.max()
     true = float(np.float32(value))
@@ -134,18 +135,19 @@ def test_quantizer_is_unbiased_with_the_variance_of_its_draw(value: float, grid:
 def test_draw_depends_on_seed_and_place_only() -> None:
     flat = np.random.default_rng(0).random(1000).astype(np.float32)
     grid = Grid(0.0, 1.0, 8)
-    symbols, _ = kernel.quantize(flat, whole(1000), grid, seed=3)
+    symbols = kernel.quantize(flat, whole(1000), grid, seed=3).symbols
     part = Spans(np.array([100, 700]), np.array([50, 20]))
-    fewer, _ = kernel.quantize(flat, part, grid, seed=3)
+    fewer = kernel.quantize(flat, part, grid, seed=3).symbols
     assert fewer.tolist() == symbols[100:150].tolist() + symbols[700:720].tolist()
-    other, _ = kernel.quantize(flat, whole(1000), grid, seed=4)
+    other = kernel.quantize(flat, whole(1000), grid, seed=4).symbols
     assert (other != symbols).any()
 
 
 def test_exact_zeros_of_a_kept_kernel_stay_zero() -> None:
     flat = np.array([0, 0.5, -0.0, 1], np.float32)
-    symbols, _ = kernel.quantize(flat, whole(4), Grid(0.5, 1.0, 2), seed=0)
-    assert symbols.tolist() == [0, 1, 0, 3]
+    quantized = kernel.quantize(flat, whole(4), Grid(0.5, 1.0, 2), seed=0)
+    assert quantized.symbols.tolist() == [0, 1, 0, 3]
+    assert quantized.signs.tolist() == [0]
 
 
 def test_flatten_refuses_integers() -> None:

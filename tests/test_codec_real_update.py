@@ -54,7 +54,7 @@ def tokens_of(payload: bytes, update: dict[str, Tensor]) -> tuple[entropy.Tokens
     shapes = {name: tuple(tensor.shape) for name, tensor in update.items()}
     sent = unpack(payload, lay_out(shapes, {}), payload_binding(b"", shapes))
     assert sent is not None
-    return entropy.tokenize(sent.symbols)[0], dict(split(payload))[Section.LEVELS]
+    return entropy.tokenize(sent[1].symbols)[0], dict(split(payload))[Section.LEVELS]
 
 
 @pytest.mark.parametrize("inverse", [4, 15, 40, 100, 1000])
@@ -95,10 +95,10 @@ def test_points_from_zero_beat_the_papers_points_from_the_least_magnitude(
     paper = Grid(float(norms.smallest[kept].min()), ours.u_max, 64)
     sizes = []
     for grid in (ours, paper):
-        symbols, negative = kernel.quantize(flat, spans.take(kept), grid, seed=0)
-        counts = np.bincount(symbols)
-        levels = entropy.encode_levels(symbols.astype(np.uint16), *entropy.best_table(counts))
-        sizes.append(len(levels) + len(entropy.encode_signs(symbols, negative)))
+        quantized = kernel.quantize(flat, spans.take(kept), grid, seed=0)
+        tokens = quantized.symbols.astype(np.uint16)
+        levels = entropy.encode_levels(tokens, *entropy.best_table(np.bincount(tokens)))
+        sizes.append(len(levels) + quantized.signs.size)
     assert ours.u_min == 0.0
     assert sizes[0] < 0.9 * sizes[1]
 

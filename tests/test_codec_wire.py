@@ -144,6 +144,19 @@ def test_levels_are_bounded(payload: bytes) -> None:
         assert "outside 1 to" in refused(with_section(payload, 0x82, forged))
 
 
+def test_signs_are_one_bit_for_every_symbol_above_zero() -> None:
+    update = {"w": torch.tensor([[0.5, -0.5, 0.5, 0.0] * 4])}
+    payload = compress(update, 1.0, seed=0)
+    signs = dict(split(payload))[0x86]
+    assert signs == bytes([0b10010010, 0b0100])  # 12 of them, every third is negative
+    for wrong, message in (
+        (signs + b"\0", "12 signs take 2 bytes, not 3"),
+        (bytes([signs[0], signs[1] | 0x10]), "not padded with zeros"),
+    ):
+        with pytest.raises(PayloadError, match=message):
+            decompress(with_section(payload, 0x86, wrong), update)
+
+
 @pytest.mark.parametrize(
     ("section", "message"),
     [

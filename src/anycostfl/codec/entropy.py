@@ -388,18 +388,3 @@ def _rans_read(  # noqa: PLR0917 - a compiled loop takes arrays, not objects
             state = (state << half) | np.uint64(words[at])
             at += 1
     return at == words.size and state == low
-
-
-def encode_signs(symbols: Symbols, negative: Bytes) -> bytes:
-    """One bit per non-zero symbol, 1 for negative, first bit lowest."""
-    return np.packbits(negative[symbols > 0], bitorder="little").tobytes()
-
-
-def decode_signs(data: bytes, symbols: Symbols) -> Bytes:
-    """Check that there is one bit per non-zero symbol; the bits stay packed."""
-    count = int(np.count_nonzero(symbols))
-    if len(data) != -(-count // 8):
-        raise PayloadError(f"{count} signs take {-(-count // 8)} bytes, not {len(data)}")
-    if count % 8 and data[-1] >> (count % 8):
-        raise PayloadError("the signs are not padded with zeros")
-    return np.frombuffer(data, np.uint8)

@@ -27,7 +27,7 @@ import numpy as np
 from anycostfl.codec.arrays import Bools, Bytes, Doubles, Floats, Ints, Symbols, Whole
 from anycostfl.codec.budget import Candidate, Goal, Trial, search
 from anycostfl.codec.frame import OVERHEAD, PayloadBinding, seal
-from anycostfl.codec.sections import MAGIC, MAX_LEVELS, Decoded, Grid, Kept, Part, pack, unpack
+from anycostfl.codec.sections import MAGIC, MAX_LEVELS, Grid, Part, Quantized, pack, unpack
 from anycostfl.compiled import compiled
 
 SWEPT_ELEMENTS = 100_000  # enough for 1 % in size; a larger update is sampled with a stride
@@ -115,8 +115,8 @@ class Draft:
         mask[self.order[:kept]] = True
         chosen = np.flatnonzero(mask)
         grid = grid_for(self.norms, chosen, levels)
-        symbols, negative = quantize(self.flat, self.spans.take(chosen), grid, self.seed)
-        return pack(Kept(mask, grid, symbols, negative), self.parts, self.binding)
+        quantized = quantize(self.flat, self.spans.take(chosen), grid, self.seed)
+        return pack(mask, quantized, self.parts, self.binding)
 
     def is_exact(self, levels: int) -> bool:
         """Whether every element lies on a point when all kernels are kept."""
@@ -162,7 +162,8 @@ def decompress_kernel(
     if decoded is None:
         size = sum(part.size for part in parts)
         return np.zeros(size, np.float32), np.zeros(size, np.bool_)
-    return dequantize(decoded), decoded.mask
+    mask, quantized = decoded
+    return dequantize(quantized, mask), mask
 
 
 def most_kernels(draft: Draft, levels: int, start: int, budget: int) -> Candidate | None:
@@ -266,19 +267,19 @@ def grid_for(norms: Norms, kept: Ints, levels: int) -> Grid:
     return Grid(0.0 if u_min < u_max / levels else u_min, u_max, levels)
 
 
-def quantize(flat: Floats, spans: Spans, grid: Grid, seed: int) -> tuple[Symbols, Bytes]:
-    """Draw a symbol for every element of the kernels, and whether it is negative.
+def quantize(flat: Floats, spans: Spans, grid: Grid, seed: int) -> Quantized:
+    """Draw a symbol for every element of the kernels.
 
     The draw depends on the seed and the element's position in the update, on nothing else.
     """
     symbols = np.empty(int(spans.length.sum()), np.uint32)
-    negative = np.empty(symbols.size, np.uint8)
+    signs = np.zeros(symbols.size // 8 + 1, np.uint8)
     # Hashed, so that neighbouring seeds share nothing.
     digest = blake2s(str(int(seed)).encode(), digest_size=8).digest()
     key = np.uint64(int.from_bytes(digest, "little"))
     span = spans.start, spans.length
-    _quantize(flat, span, grid.bounds, grid.symbols - 1, key, symbols, negative)
-    return symbols, negative
+    used = _quantize(flat, span, grid.bounds, grid.symbols - 1, key, symbols, signs)
+    return Quantized(grid, symbols, signs[: -(-used // 8)])
 
 
 @compiled
@@ -305,15 +306,14 @@ def point(symbol: Whole, u_min: float, u_max: float, step: float) -> np.float32:
 @compiled
 def _quantize(  # noqa: PLR0917 - a compiled loop takes arrays, not objects
     flat: Floats, spans: tuple[Ints, Ints], bounds: Bounds, last: int, key: np.uint64,
-    symbols: Symbols, negative: Bytes,
-) -> None:  # fmt: skip
+    symbols: Symbols, signs: Bytes,
+) -> int:  # fmt: skip
     (start, length), (u_min, u_max, step) = spans, bounds
     first, scale = (1 if u_min > 0 else 0), (1.0 / step if step > 0 else 0.0)
-    at = 0
+    at, bit = 0, 0
     for k in range(start.size):
         for j in range(start[k], start[k] + length[k]):
             magnitude = abs(flat[j])
-            negative[at] = flat[j] < 0
             symbol: Whole = 0
             if magnitude > 0:
                 symbol = min(last, first + int((magnitude - u_min) * scale))
@@ -327,12 +327,16 @@ def _quantize(  # noqa: PLR0917 - a compiled loop takes arrays, not objects
                     symbol += _uniform(key, j) * (above - below) < np.float64(magnitude) - below
             symbols[at] = symbol
             at += 1
+            if symbol > 0:
+                signs[bit >> 3] |= np.uint8(flat[j] < 0) << np.uint8(bit & 7)
+                bit += 1
+    return bit
 
 
-def dequantize(decoded: Decoded) -> Floats:
+def dequantize(quantized: Quantized, mask: Bools) -> Floats:
     """±Q where the mask is set, 0 elsewhere."""
-    flat = np.zeros(decoded.mask.size, np.float32)
-    _dequantize(decoded.symbols, decoded.signs, decoded.grid.bounds, decoded.mask, flat)
+    flat = np.zeros(mask.size, np.float32)
+    _dequantize(quantized.symbols, quantized.signs, quantized.grid.bounds, mask, flat)
     return flat
 
 

@@ -127,23 +127,12 @@ class Grid:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Kept:
-    """What the encoder keeps: a mask over all kernels, and the elements of the kept ones."""
+class Quantized:
+    """The elements of the kept kernels: points, and a sign bit for each non-zero one."""
 
-    mask: Bools
     grid: Grid
     symbols: Symbols
-    negative: Bytes
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Decoded:
-    """What the decoder gets: a mask over all elements; a sign bit for each non-zero symbol."""
-
-    mask: Bools
-    grid: Grid
-    symbols: Symbols
-    signs: Bytes
+    signs: Bytes  # packed, first bit lowest, 1 for negative
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,18 +147,20 @@ class Body:
     signs: bytes
 
 
-def pack(kept: Kept, parts: Sequence[Part], binding: PayloadBinding) -> bytes:
-    """Entropy-code what is kept."""
-    tokens, spare = entropy.tokenize(kept.symbols)
-    counts = np.bincount(tokens, minlength=entropy.token_count(kept.grid.symbols))
+def pack(
+    mask: Bools, quantized: Quantized, parts: Sequence[Part], binding: PayloadBinding
+) -> bytes:
+    """Entropy-code the mask over all kernels and the elements of the kept ones."""
+    tokens, spare = entropy.tokenize(quantized.symbols)
+    counts = np.bincount(tokens, minlength=entropy.token_count(quantized.grid.symbols))
     precision, freq = entropy.best_table(counts)
     body = Body(
-        tensors=tuple(_masks(kept.mask, parts)),
-        grid=kept.grid,
+        tensors=tuple(_masks(mask, parts)),
+        grid=quantized.grid,
         table=entropy.encode_table(precision, freq),
         levels=entropy.encode_levels(tokens, precision, freq),
         spare=spare,
-        signs=entropy.encode_signs(kept.symbols, kept.negative),
+        signs=quantized.signs.tobytes(),
     )
     return write(body, binding)
 
@@ -184,8 +175,10 @@ def _masks(mask: Bools, parts: Sequence[Part]) -> Iterator[bytes]:
             yield head + entropy.encode_mask(own)
 
 
-def unpack(payload: bytes, parts: Sequence[Part], binding: PayloadBinding) -> Decoded | None:
-    """Decode masks and symbols; None if nothing is kept."""
+def unpack(
+    payload: bytes, parts: Sequence[Part], binding: PayloadBinding
+) -> tuple[Bools, Quantized] | None:
+    """Decode the mask over all elements and the kept ones; None if nothing is kept."""
     body = read(payload, binding, len(parts))
     if body is None:
         return None
@@ -193,7 +186,7 @@ def unpack(payload: bytes, parts: Sequence[Part], binding: PayloadBinding) -> De
     precision, freq = entropy.decode_table(body.table, entropy.token_count(points))
     tokens = entropy.decode_levels(body.levels, precision, freq, int(np.count_nonzero(mask)))
     symbols = entropy.detokenize(tokens, body.spare, points)
-    return Decoded(mask, body.grid, symbols, entropy.decode_signs(body.signs, symbols))
+    return mask, Quantized(body.grid, symbols, _read_signs(body.signs, symbols))
 
 
 def write(body: Body, binding: PayloadBinding) -> bytes:
@@ -292,6 +285,15 @@ def _read_grid(data: bytes) -> Grid:
         raise PayloadError(f"range [{u_min}, {u_max}] is not finite, ordered and positive")
     reader.finish()
     return Grid(abs(u_min), u_max, levels)
+
+
+def _read_signs(data: bytes, symbols: Symbols) -> Bytes:
+    count = int(np.count_nonzero(symbols))
+    if len(data) != -(-count // 8):
+        raise PayloadError(f"{count} signs take {-(-count // 8)} bytes, not {len(data)}")
+    if count % 8 and data[-1] >> (count % 8):
+        raise PayloadError("the signs are not padded with zeros")
+    return np.frombuffer(data, np.uint8)
 
 
 def bytes_by_section(payload: bytes) -> dict[str, int]:
