@@ -48,7 +48,7 @@ def test_the_shipped_fit_keeps_more_and_finer_as_beta_grows() -> None:
     assert all(0 <= guess.sparsity <= 1 <= guess.levels for guess in guesses)
 
 
-def test_fit_of_an_update_predicts_what_refinement_finds() -> None:
+def test_fit_of_an_update_predicts_what_the_search_finds() -> None:
     update = rows_of_unequal_size()
     fit, ready = fit_update(update, BLOCKS), draft(update)
     for beta in (1 / 128, 1 / 32, 1 / 8):
