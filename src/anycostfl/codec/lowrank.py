@@ -17,22 +17,12 @@ from math import ceil, frexp, prod
 
 import numpy as np
 
-from anycostfl.codec.arrays import Floats, Integers
+from anycostfl.codec import matricization
+from anycostfl.codec.arrays import Floats
 from anycostfl.codec.budget import Goal, Trial, fullest, search
 from anycostfl.codec.context import RangeDecoder, RangeEncoder
 from anycostfl.codec.frame import OVERHEAD, PayloadBinding, Reader, seal, unseal_exact, varint
-from anycostfl.codec.matricization import (
-    MAX_STRENGTH,
-    Choice,
-    ContextSets,
-    Mode,
-    basis_of,
-    factored_modes,
-    fold_rows,
-    matricizations,
-    max_rank,
-    sides,
-)
+from anycostfl.codec.matricization import Choice, ContextSets, Mode, matricizations
 from anycostfl.codec.spectrum import from_spectrum, layout_of
 from anycostfl.compiled import compiled
 from anycostfl.errors import PayloadError
@@ -44,8 +34,6 @@ FILLED = 0.97
 EXPECTED = 0.985  # real bits over estimated ones, typically
 TRIES = 8  # twice as many while nothing fits
 AWAY = 16  # steps by which to leave a wrong estimate, then four times as many
-BLOCK, BLOCK_ELEMENTS = 64, 2**20  # rows decoded at a time, and elements; at least one row
-TILE = 4096  # columns, so that a few rows stay in the processor's cache
 FINEST, COARSEST = -32 * FINENESS, 2 * FINENESS  # Δ from 2^-24 to 2^10, the update being below 1
 
 Shapes = Mapping[str, Sequence[int]]
@@ -173,9 +161,9 @@ def decompress_lowrank(payload: bytes, shapes: Shapes, binding: PayloadBinding) 
         if mode is not Mode.NOTHING:
             values = flat[start:end].reshape(layout_of(shapes[name]))
             if mode is Mode.DIRECT:
-                _read_elements(values, decoder, contexts)
+                matricization.read_elements(values, decoder, contexts)
             else:
-                _read_factors(values, mode, rank, decoder, contexts)
+                matricization.read_factors(values, mode, rank, decoder, contexts)
             from_spectrum(flat[start:end], shapes[name])
         start = end
     decoder.finish()
@@ -192,71 +180,13 @@ def _read_step(reader: Reader) -> float:
 
 def _read_mode(reader: Reader, shape: tuple[int, ...]) -> tuple[Mode, int]:
     code, layout = reader.byte(), layout_of(shape)
-    sendable = (Mode.DIRECT, *factored_modes(layout)) if prod(shape) else ()
+    sendable = (Mode.DIRECT, *matricization.factored_modes(layout)) if prod(shape) else ()
     if code not in (Mode.NOTHING, *sendable):
         raise PayloadError(f"a tensor of shape {list(shape)} cannot have mode {code}")
     mode = Mode(code)
     if mode in {Mode.NOTHING, Mode.DIRECT}:
         return mode, 0
-    return mode, reader.varint(1, max_rank(sides(layout, mode)))
-
-
-def _read_elements(values: Floats, decoder: RangeDecoder, contexts: ContextSets) -> None:
-    columns = values.shape[-1]
-    numbers = decoder.integers(values.size // columns, columns, contexts.direct)
-    values[...] = numbers.reshape(values.shape)
-
-
-def _read_factors(
-    values: Floats, mode: Mode, rank: int, decoder: RangeDecoder, contexts: ContextSets
-) -> None:
-    short, long = sides(values.shape, mode)
-    halves = np.cumsum(decoder.integers(1, rank, contexts.direct)[0], dtype=np.int64)
-    if halves.min() < 0 or halves.max() > MAX_STRENGTH:
-        raise PayloadError(f"the strength of a column is outside 0 to {MAX_STRENGTH}")
-    columns = decoder.integers(rank, short, contexts.columns)
-    basis = basis_of(columns, halves.astype(np.int32))
-    del columns  # as large as the basis, and memory is bounded
-    rows = decoder.integers(rank, long, contexts.rows)
-    count = max(1, min(BLOCK, BLOCK_ELEMENTS // long))
-    for first in range(0, short, count):
-        fold_rows(values, mode, first, _product(basis[first : first + count], rows))
-
-
-@compiled
-def _tile(basis: Floats, rows: Integers, start: int) -> Floats:
-    """Columns of P·G from `start` on."""
-    rank, end = rows.shape[0], min(start + TILE, rows.shape[1])
-    out = np.zeros((basis.shape[0], end - start), np.float32)
-    for k in range(0, rank - rank % 4, 4):  # four at a time save most loads and stores
-        one, two, three, four = (
-            rows[k, start:end].astype(np.float32),
-            rows[k + 1, start:end].astype(np.float32),
-            rows[k + 2, start:end].astype(np.float32),
-            rows[k + 3, start:end].astype(np.float32),
-        )
-        for i in range(basis.shape[0]):
-            a, b, c, d = basis[i, k], basis[i, k + 1], basis[i, k + 2], basis[i, k + 3]
-            for j in range(end - start):
-                total = out[i, j] + a * one[j]
-                total += b * two[j]
-                total += c * three[j]
-                out[i, j] = total + d * four[j]
-    for k in range(rank - rank % 4, rank):
-        one = rows[k, start:end].astype(np.float32)
-        for i in range(basis.shape[0]):
-            for j in range(end - start):
-                out[i, j] += basis[i, k] * one[j]
-    return out
-
-
-@compiled
-def _product(basis: Floats, rows: Integers) -> Floats:
-    """P·G in float32, added up in the order of the columns: the same bits on every machine."""
-    out = np.empty((basis.shape[0], rows.shape[1]), np.float32)
-    for start in range(0, rows.shape[1], TILE):
-        out[:, start : start + TILE] = _tile(basis, rows, start)
-    return out
+    return mode, reader.varint(1, matricization.max_rank(layout, mode))
 
 
 @compiled

@@ -1,4 +1,4 @@
-"""Tensors as matrices, seen by the encoder: what each would cost at a step, and its integers.
+"""Tensors as matrices: what each would cost at a step, and its integers both ways.
 
 A tensor in the layout of `spectrum` is coded element by element, or as two factors of its
 matricization along the output or the input axis; which one is nearer to low rank differs from layer
@@ -20,14 +20,17 @@ from torch import Tensor
 
 from anycostfl.codec import laplace
 from anycostfl.codec.arrays import Doubles, Floats, Integers
-from anycostfl.codec.context import RangeEncoder, new_contexts
+from anycostfl.codec.context import RangeDecoder, RangeEncoder, new_contexts
 from anycostfl.codec.factor import Factors, factorize, pseudo_inverse
 from anycostfl.codec.laplace import Magnitudes
 from anycostfl.codec.spectrum import to_spectrum
 from anycostfl.compiled import compiled
+from anycostfl.errors import PayloadError
 
 MAX_STRENGTH = 80  # in half octaves above Δ
 COLUMN_BITS, TENSOR_BITS = 4.0, 12.0  # side information of a column, of a tensor
+BLOCK, BLOCK_ELEMENTS = 64, 2**20  # rows decoded at a time, and elements; at least one row
+TILE = 4096  # columns, so that a few rows stay in the processor's cache
 LEAST_BITS = 1.5  # per number sent: no budget pays for more columns than that
 
 
@@ -43,7 +46,7 @@ class Mode(IntEnum):
 def factored_modes(layout: Sequence[int]) -> tuple[Mode, ...]:
     """The matricizations of a layout that can have low rank."""
     modes = (Mode.OUT, Mode.IN) if len(layout) == 3 else (Mode.OUT,)
-    return tuple(mode for mode in modes if prod(layout) and max_rank(sides(layout, mode)))
+    return tuple(mode for mode in modes if prod(layout) and max_rank(layout, mode))
 
 
 def sides(layout: Sequence[int], mode: Mode) -> tuple[int, int]:
@@ -53,9 +56,9 @@ def sides(layout: Sequence[int], mode: Mode) -> tuple[int, int]:
     return min(rows, columns), max(rows, columns)
 
 
-def max_rank(matrix_sides: tuple[int, int]) -> int:
+def max_rank(layout: Sequence[int], mode: Mode) -> int:
     """Beyond this rank the factors have more elements than the matrix."""
-    short, long = matrix_sides
+    short, long = sides(layout, mode)
     return short * long // (short + long)
 
 
@@ -162,8 +165,13 @@ class Factored:
 
     def write(self, rank: int, step: float, to: RangeEncoder, contexts: ContextSets) -> None:
         """Quantize and code strengths, columns, and the rows that fit the quantized columns."""
-        strength = self.factors.strength[:rank] / step
-        sent = write_basis(self.factors.basis[:, :rank], strength, to, contexts)
+        strength = np.maximum(self.factors.strength[:rank] / step, 1.0)
+        halves = np.clip(np.rint(2 * np.log2(strength)), 0, MAX_STRENGTH).astype(np.int32)
+        basis = self.factors.basis[:, :rank].T.contiguous().numpy()
+        columns = laplace.quantize(basis, 2.0 ** (-halves / 2))
+        to.integers(np.diff(halves, prepend=0)[None, :].astype(np.int32), contexts.direct)
+        to.integers(columns, contexts.columns)
+        sent = torch.from_numpy(basis_of(columns, halves))
         rows = (pseudo_inverse(sent) @ self.matrix).numpy()
         to.integers(laplace.quantize(rows, step), contexts.rows)
 
@@ -171,16 +179,17 @@ class Factored:
 Matricization = Direct | Factored
 
 
-def write_basis(
-    basis: Tensor, strength: Doubles, to: RangeEncoder, contexts: ContextSets
-) -> Tensor:
-    """Code the strengths of the columns, in steps, then the columns; returns the decoded basis."""
-    halves = np.clip(np.rint(2 * np.log2(np.maximum(strength, 1.0))), 0, MAX_STRENGTH)
-    numbers = laplace.quantize(basis.T.contiguous().numpy(), 2.0 ** (-halves / 2))
-    whole = halves.astype(np.int32)
-    to.integers(np.diff(whole, prepend=0)[None, :].astype(np.int32), contexts.direct)
-    to.integers(numbers, contexts.columns)
-    return torch.from_numpy(basis_of(numbers, whole))
+def matricizations(values: Floats, budget_bits: int) -> list[Matricization]:
+    """Every way to send a tensor; none if it is zero."""
+    if not values.any():
+        return []
+    values = to_spectrum(values)
+    found: list[Matricization] = [Direct.of(values)]
+    for mode in factored_modes(values.shape):
+        affordable = 1 + int(budget_bits / (LEAST_BITS * sum(sides(values.shape, mode))))
+        rank = min(max_rank(values.shape, mode), affordable)
+        found.append(Factored.of(values, mode, rank, budget_bits))
+    return found
 
 
 def basis_of(numbers: Integers, halves: Integers) -> Floats:
@@ -197,14 +206,61 @@ def _scale(numbers: Integers, scales: Doubles, basis: Floats) -> None:
             basis[i, k] = np.float32(numbers[k, i] * scales[k])
 
 
-def matricizations(values: Floats, budget_bits: int) -> list[Matricization]:
-    """Every way to send a tensor; none if it is zero."""
-    if not values.any():
-        return []
-    values = to_spectrum(values)
-    found: list[Matricization] = [Direct.of(values)]
-    for mode in factored_modes(values.shape):
-        both = sides(values.shape, mode)
-        rank = min(max_rank(both), 1 + int(budget_bits / (LEAST_BITS * sum(both))))
-        found.append(Factored.of(values, mode, rank, budget_bits))
-    return found
+def read_elements(values: Floats, decoder: RangeDecoder, contexts: ContextSets) -> None:
+    """Decode what `Direct` wrote."""
+    columns = values.shape[-1]
+    numbers = decoder.integers(values.size // columns, columns, contexts.direct)
+    values[...] = numbers.reshape(values.shape)
+
+
+def read_factors(
+    values: Floats, mode: Mode, rank: int, decoder: RangeDecoder, contexts: ContextSets
+) -> None:
+    """Decode what `Factored` wrote and multiply it out, a block of rows at a time."""
+    short, long = sides(values.shape, mode)
+    halves = np.cumsum(decoder.integers(1, rank, contexts.direct)[0], dtype=np.int64)
+    if halves.min() < 0 or halves.max() > MAX_STRENGTH:
+        raise PayloadError(f"the strength of a column is outside 0 to {MAX_STRENGTH}")
+    columns = decoder.integers(rank, short, contexts.columns)
+    basis = basis_of(columns, halves.astype(np.int32))
+    del columns  # as large as the basis, and memory is bounded
+    rows = decoder.integers(rank, long, contexts.rows)
+    count = max(1, min(BLOCK, BLOCK_ELEMENTS // long))
+    for first in range(0, short, count):
+        fold_rows(values, mode, first, _product(basis[first : first + count], rows))
+
+
+@compiled
+def _tile(basis: Floats, rows: Integers, start: int) -> Floats:
+    """Columns of P·G from `start` on."""
+    rank, end = rows.shape[0], min(start + TILE, rows.shape[1])
+    out = np.zeros((basis.shape[0], end - start), np.float32)
+    for k in range(0, rank - rank % 4, 4):  # four at a time save most loads and stores
+        one, two, three, four = (
+            rows[k, start:end].astype(np.float32),
+            rows[k + 1, start:end].astype(np.float32),
+            rows[k + 2, start:end].astype(np.float32),
+            rows[k + 3, start:end].astype(np.float32),
+        )
+        for i in range(basis.shape[0]):
+            a, b, c, d = basis[i, k], basis[i, k + 1], basis[i, k + 2], basis[i, k + 3]
+            for j in range(end - start):
+                total = out[i, j] + a * one[j]
+                total += b * two[j]
+                total += c * three[j]
+                out[i, j] = total + d * four[j]
+    for k in range(rank - rank % 4, rank):
+        one = rows[k, start:end].astype(np.float32)
+        for i in range(basis.shape[0]):
+            for j in range(end - start):
+                out[i, j] += basis[i, k] * one[j]
+    return out
+
+
+@compiled
+def _product(basis: Floats, rows: Integers) -> Floats:
+    """P·G in float32, added up in the order of the columns: the same bits on every machine."""
+    out = np.empty((basis.shape[0], rows.shape[1]), np.float32)
+    for start in range(0, rows.shape[1], TILE):
+        out[:, start : start + TILE] = _tile(basis, rows, start)
+    return out
