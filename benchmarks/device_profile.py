@@ -28,8 +28,8 @@ from anycostfl import cost, fleet, models, planner, profile
 from anycostfl.config import Config, load_preset, load_profile
 from anycostfl.experiment import settle
 from anycostfl.profile.pace import elastic_model, local_epoch, typical
-from anycostfl.simulate import run
 from anycostfl.records.round import DeviceRecord
+from anycostfl.simulate import run
 
 ALPHAS = (1.0, 0.5, 0.25)
 PRESETS = {"cnn": ("fmnist-iid", 320), "vgg9": ("cifar10-iid", 192)}

@@ -15,8 +15,8 @@ import numpy as np
 
 from anycostfl import config, fleet
 from anycostfl.checks import FloatArray
-from anycostfl.planning.planner import closed_form, plan_strategies
 from anycostfl.planning.cost import Devices, Workload, make_devices
+from anycostfl.planning.planner import closed_form, plan_strategies
 from anycostfl.planning.strategy import Limits
 
 FACTORS = np.geomspace(0.1, 10.0, 41)

@@ -13,8 +13,8 @@ import time
 import torch
 
 from anycostfl import models
-from anycostfl.shrink import ElasticModel
 from anycostfl.device import TrainOptions, reuse_memory, train
+from anycostfl.shrink import ElasticModel
 
 ALPHAS = (1.0, 0.75, 0.5, 0.25)
 BATCHES = {"vgg9": (64, 192), "resnet18": (32, 64)}  # batch size, samples

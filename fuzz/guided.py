@@ -19,13 +19,14 @@ import atheris
 
 COMPILED = (
     "compiled",
-    "kernels",
+    "kernel",
+    "sections",
     "entropy",
-    "refine",
     "context",
-    "kernelplus",
     "laplace",
     "lowrank",
+    "matricization",
+    "spectrum",
 )  # instrumented loops do not compile
 HIDDEN = (
     []

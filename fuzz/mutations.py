@@ -14,9 +14,9 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from anycostfl.codec import compress, decompress, kernelplus, lowrank, sections
-from anycostfl.codec.frame import bond
-from anycostfl.codec.varint import Reader, varint
+from anycostfl.codec import compress, decompress, lowrank, sections
+from anycostfl.codec.frame import BODY, varint
+from anycostfl.codec.sections import Section
 from anycostfl.errors import PayloadError
 
 PLAN: dict[str, tuple[int, ...]] = {
@@ -136,11 +136,7 @@ def forge_section(payload: bytes, draw: random.Random) -> bytes:
 
 def split(payload: bytes) -> list[tuple[int, bytes]]:
     """The sections of a valid payload."""
-    reader, sections = Reader(payload[HEADER:-TAIL], "payload"), []
-    while not reader.empty:
-        kind = reader.byte()
-        sections.append((kind, reader.take(reader.varint(0, len(payload)))))
-    return sections
+    return sections.split(payload[BODY], len(payload))
 
 
 def join(payload: bytes, sections: list[tuple[int, bytes]]) -> bytes:
@@ -174,11 +170,9 @@ def range_of(payload: bytes) -> tuple[float, float]:
     """What a payload that decodes says about the magnitude of values that are not zero."""
     if payload.startswith(lowrank.MAGIC):
         return 0.0, torch.finfo(torch.float32).max
-    if payload.startswith(kernelplus.MAGIC):
-        u_min, u_max = struct.unpack("<ff", payload[HEADER : HEADER + 8].ljust(8, b"\0"))
-        return (u_min, u_max) if len(payload) > HEADER + TAIL else (0.0, 0.0)
-    frame = sections.read(payload, bond(BINDING, PLAN), len(PLAN))
-    return (frame.grid.u_min, frame.grid.u_max) if frame else (0.0, 0.0)
+    sections = dict(split(payload))
+    u_min, u_max = struct.unpack("<ff", sections.get(Section.RANGE, bytes(8))[:8])
+    return u_min, u_max
 
 
 def outcome(payload: bytes) -> str:

@@ -29,19 +29,17 @@ import torch
 
 import mutations
 from anycostfl import methods
-from anycostfl.server.suspensions import Gate, bench_of
-from anycostfl.codec import CODECS
+from anycostfl.codec import CODECS, Upload
 from anycostfl.codec.frame import _HEADER as HEADER
 from anycostfl.config import load_preset, parse_config, to_toml
-from anycostfl.server.downlink import Step
 from anycostfl.errors import ConfigError, PayloadError
-from anycostfl.methods import Upload
-from anycostfl.records.checkpoint import DAMAGE
-from anycostfl.records.checkpoint import Checkpoint, read_checkpoint
-from anycostfl.records.run import RunWriter
+from anycostfl.planning.cost import Devices, make_devices
+from anycostfl.records.checkpoint import DAMAGE, Checkpoint, read_checkpoint
 from anycostfl.records.journal import parse_journal
 from anycostfl.records.round import DeviceRecord, RoundRecord
-from anycostfl.planning.cost import Devices, make_devices
+from anycostfl.records.run import RunWriter
+from anycostfl.server.downlink import Step
+from anycostfl.server.suspensions import Gate, bench_of
 from mutations import (
     BINDING,
     PLAN,
@@ -56,7 +54,7 @@ from mutations import (
 )
 
 SLOW = {  # how many times fewer cases these get
-    "kernel+": 2, "lowrank": 2, "heterofl": 2, "journal": 2, "checkpoint": 5, "config": 20,
+    "lowrank": 2, "heterofl": 2, "journal": 2, "checkpoint": 5, "config": 20,
     "message": 20,
 }  # fmt: skip
 Dice = random.Random

@@ -8,20 +8,17 @@ from __future__ import annotations
 import ctypes
 import json
 import math
-import struct
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
 import torch
 
 from anycostfl import methods
-from anycostfl.codec import entropy, frame, kernelplus, kernels, sections
-from anycostfl.codec.context import Writer, likelihoods
-from anycostfl.codec.varint import varint
+from anycostfl.codec import Upload, entropy, frame, sections
+from anycostfl.codec.frame import payload_binding, varint
 from anycostfl.errors import PayloadError
-from anycostfl.methods import Upload
 
 BINDING = b"x"
 PLAN = {"conv.weight": (256, 128, 3, 3), "fc.weight": (1024, 1536), "fc.bias": (1024,)}
@@ -63,50 +60,32 @@ def payloads(method: methods.Method, codec: str) -> Iterator[tuple[str, bytes]]:
         yield name, method.encode(update, Upload(BETA, 0, BINDING, codec=codec))
     if method is methods.load("anycostfl") and codec == "kernel":
         yield "every element a kernel", amplified()
-    if codec == "kernel+":
-        yield "every element a kernel", in_context(lambda _: 1)
-        yield "kernels one short of a row", in_context(lambda width: width - 1)
     little = {n: torch.randn(s, generator=draw) for n, s in SMALL.items()}
     valid = method.encode(little, Upload(0.5, 0, BINDING, codec=codec))
-    magic, tie = valid[:4], frame.bond(BINDING, PLAN)
-    body = valid[frame._HEADER.size : -frame._CHECKSUM.size]
-    yield "of a small plan", frame.seal(magic, body, tie)
+    magic, body, binding = valid[:4], valid[frame.BODY], payload_binding(BINDING, PLAN)
+    yield "of a small plan", frame.seal(magic, body, binding)
     for claim in HUGE:
         for at in range(min(len(body), 24)):
             bold = body[:at] + varint(claim) + body[at + 1 :]
-            yield f"claims {claim} at {at}", frame.seal(magic, bold, tie)
-    yield "zeros", frame.seal(magic, bytes(int(BETA * size_bytes())), tie)
-    yield "ones", frame.seal(magic, b"\xff" * int(BETA * size_bytes()), tie)
+            yield f"claims {claim} at {at}", frame.seal(magic, bold, binding)
+    yield "zeros", frame.seal(magic, bytes(int(BETA * size_bytes())), binding)
+    yield "ones", frame.seal(magic, b"\xff" * int(BETA * size_bytes()), binding)
 
 
 def amplified() -> bytes:
     """A few bytes that make every element a kernel of its own and keep them all."""
     count = sum(map(math.prod, PLAN.values()))
     tensors = tuple(
-        sections.TensorSection(i, 1, math.prod(PLAN[name]), bytes([entropy.MaskCoding.ALL]))
+        varint(i) + varint(1) + varint(math.prod(PLAN[name])) + bytes([entropy.MaskCoding.ALL])
         for i, name in enumerate(sorted(PLAN))
     )
-    tokens = np.zeros(count, np.uint16)
     freq = np.zeros(entropy.token_count(2), np.int64)
     freq[0] = 1 << 6
-    levels = entropy.encode_levels(tokens, 6, freq)
+    levels = entropy.encode_levels(np.zeros(count, np.uint16), 6, freq)
     body = sections.Body(
-        tensors, kernels.Grid(0.0, 1.0, 1), entropy.encode_table(6, freq), levels, b"", b""
+        tensors, sections.Grid(0.0, 1.0, 1), entropy.encode_table(6, freq), levels, b"", b""
     )
-    return sections.write(body, frame.bond(BINDING, PLAN))
-
-
-def in_context(block_of: Callable[[int], int]) -> bytes:
-    """A few bytes that keep all kernels, of a length that depends on the width of their row."""
-    writer, flags, levels = Writer(0), likelihoods(), likelihoods()
-    head = struct.pack("<ff", 0.0, 1.0) + varint(1)
-    for name in sorted(PLAN):
-        part = kernels.Part(name, PLAN[name], 0, block_of(kernels.row_width(PLAN[name])))
-        flat = (kernelplus.rows_of(part), part.kernels // kernelplus.rows_of(part))
-        writer.integers(np.ones(flat, np.int32), flags, signed=False)
-        writer.integers(np.zeros((part.kernels, part.block), np.int32), levels)
-        head += varint(part.block)
-    return frame.seal(kernelplus.MAGIC, head + writer.finish(), frame.bond(BINDING, PLAN))
+    return sections.write(body, payload_binding(BINDING, PLAN))
 
 
 def main() -> None:

@@ -10,10 +10,10 @@ from dataclasses import replace
 
 from anycostfl.cli import main
 from anycostfl.codec import frame, sections
+from anycostfl.device import Job, Reply
 from anycostfl.flower.device import Device
 from anycostfl.flower.messages import Task
 from anycostfl.state import State
-from anycostfl.device import Job, Reply
 
 LIES = ("", "garbage", "stale", "width", "nan", "")  # by the round
 honest = Device.perform

@@ -12,9 +12,9 @@ import numpy as np
 from anycostfl.config import Config, load_preset, to_toml
 from anycostfl.planning.draw import draw_cohort
 from anycostfl.planning.planner import plan_strategies
-from anycostfl.records.run import JOURNAL, TIMING, RunWriter
 from anycostfl.planning.strategy import Binds, Reason
 from anycostfl.records.round import DeviceRecord, RoundRecord
+from anycostfl.records.run import JOURNAL, TIMING, RunWriter
 
 
 def planned_run(folder: Path, *overrides: str) -> Config:

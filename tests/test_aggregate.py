@@ -12,8 +12,19 @@ from hypothesis import strategies as st
 from torch import nn
 
 from anycostfl import ElasticModel, models
-from anycostfl.server.aggregate import LEAST_RATIO, Contribution, Rules, advance, aggregate, agreements, clip_bound, clipped, optimal_weights, size_of
 from anycostfl.errors import ConfigError
+from anycostfl.server.aggregate import (
+    LEAST_RATIO,
+    Contribution,
+    Rules,
+    advance,
+    aggregate,
+    agreements,
+    clip_bound,
+    clipped,
+    optimal_weights,
+    size_of,
+)
 from anycostfl.shrink.widths import put, take
 from anycostfl.state import Update
 

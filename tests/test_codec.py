@@ -12,10 +12,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from anycostfl.codec import byte_budget, compress, decompress, kernels, sections
-from anycostfl.codec.flat import flatten
-from anycostfl.codec.frame import OVERHEAD, bond
-from anycostfl.errors import BetaError, PayloadError, UpdateError
+from anycostfl.codec import byte_budget, compress, decompress, flatten, kernel, sections
+from anycostfl.codec.frame import OVERHEAD, payload_binding
+from anycostfl.errors import BetaError, PayloadError, UnknownNameError, UpdateError
 from mutations import BINDING, PLAN, seal, spoil, survives, valid_payloads
 
 SHAPES = {"conv.weight": (16, 8, 3, 3), "conv.bias": (16,), "fc.weight": (40, 200), "scale": ()}
@@ -38,18 +37,18 @@ def test_decoded_values_are_exactly_the_quantized_ones() -> None:
     update = sample()
     payload = compress(update, 0.05, seed=5, blocks={"fc.weight": 25})
     decoded = decompress(payload, update)
-    parts = kernels.lay_out(SHAPES, {"fc.weight": 25})
+    parts = sections.lay_out(SHAPES, {"fc.weight": 25})
     flat = flatten(update)
     mask = torch.cat([decoded.masks[part.name].reshape(-1) for part in parts]).numpy()
-    frame = sections.read(payload, bond(b"", SHAPES), len(parts))
-    assert frame is not None
-    every = kernels.Spans(np.arange(flat.size), np.ones(flat.size, np.int64))
+    sent = sections.unpack(payload, parts, payload_binding(b"", SHAPES))
+    assert sent is not None
+    grid, symbols = sent[1].grid, sent[1].symbols
+    every = kernel.Spans(np.arange(flat.size), np.ones(flat.size, np.int64))
     kept = every.take(np.flatnonzero(mask))
-    symbols, negative = kernels.quantize(flat, kept, frame.grid, seed=5)
-    bounds = frame.grid.u_min, frame.grid.u_max, frame.grid.step
-    sizes = np.array([kernels.point(int(symbol), *bounds) for symbol in symbols])
+    assert np.array_equal(kernel.quantize(flat, kept, grid, seed=5).symbols, symbols)
+    sizes = np.array([kernel.point(int(symbol), *grid.bounds) for symbol in symbols])
     expected = np.zeros(flat.size, np.float32)
-    expected[mask] = sizes * np.where(negative, -1, 1)
+    expected[mask] = sizes * np.where(flat[mask] < 0, -1, 1)
     values = torch.cat([decoded.values[part.name].reshape(-1) for part in parts]).numpy()
     assert np.array_equal(values, expected)
 
@@ -64,6 +63,15 @@ def test_masks_are_whole_kernels_of_largest_norm_and_cover_every_value() -> None
     assert norm[blocks.all(1)].min() >= norm[~blocks.all(1)].max()
     assert all(not decoded.values[n][~decoded.masks[n]].any() for n in SHAPES)
     assert all(decoded.masks[n].dtype == torch.bool for n in SHAPES)
+
+
+def test_the_last_kernel_of_a_row_is_kept_or_dropped_whole_though_it_is_shorter() -> None:
+    update = {"w": torch.randn(20, 70, generator=torch.Generator().manual_seed(1))}
+    mask = decompress(compress(update, 0.1, seed=0), update).masks["w"]
+    kernels = (mask[:, :32], mask[:, 32:64], mask[:, 64:])
+    assert all((kernel.all(1) == kernel.any(1)).all() for kernel in kernels)
+    assert mask.any()
+    assert not mask.all()
 
 
 def test_mean_of_many_draws_is_the_kept_update() -> None:
@@ -153,25 +161,22 @@ def test_values_of_any_scale_are_exact_where_they_can_be(value: float) -> None:
     assert lossless({"w": signs * value}, beta=0.1)
 
 
-@pytest.mark.parametrize("codec", ["kernel", "kernel+"])
-def test_an_update_of_mostly_zeros_is_not_cut_short(codec: str) -> None:
+def test_an_update_of_mostly_zeros_is_not_cut_short() -> None:
     update = {"weight": torch.zeros(512, 3136), "bias": torch.randn(10)}
-    decoded = decompress(compress(update, 1 / 15, seed=0, codec=codec), update).values
+    decoded = decompress(compress(update, 1 / 15, seed=0), update).values
     assert error(update, decoded) < 1e-9
 
 
-@pytest.mark.parametrize("codec", ["kernel", "kernel+"])
-def test_values_of_few_kinds_are_exact_where_there_is_room(codec: str) -> None:
+def test_values_of_few_kinds_are_exact_where_there_is_room() -> None:
     update = {"w": torch.randn(30, 100).round()}
-    decoded = decompress(compress(update, 0.5, seed=0, codec=codec), update).values
+    decoded = decompress(compress(update, 0.5, seed=0), update).values
     assert error(update, decoded) < 1e-6
 
 
-@pytest.mark.parametrize("codec", ["kernel", "kernel+"])
-def test_more_bytes_are_never_much_worse(codec: str) -> None:
+def test_more_bytes_are_never_much_worse() -> None:
     update = {"w": torch.randn(81, 18), "s": torch.randn(77, 5).sign()}
     errors = [
-        error(update, decompress(compress(update, beta, seed=0, codec=codec), update).values)
+        error(update, decompress(compress(update, beta, seed=0), update).values)
         for beta in (1 / 16, 1 / 8, 1 / 4, 1 / 2, 1.0)
     ]
     assert all(more <= 1.5 * less + 1e-9 for less, more in pairwise(errors))
@@ -187,6 +192,11 @@ def test_huge_and_tiny_values_together_stay_finite_and_in_range() -> None:
     decoded = decompress(compress(update, 0.25, seed=0), update).values["w"]
     assert decoded.isfinite().all()
     assert decoded.max() <= update["w"].max()
+
+
+def test_unknown_codecs_are_named() -> None:
+    with pytest.raises(UnknownNameError, match="no codec 'zip'; there are kernel, lowrank"):
+        compress(sample(), 0.1, seed=0, codec="zip")
 
 
 def test_single_scalar_needs_more_than_its_own_four_bytes() -> None:

@@ -9,13 +9,21 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from anycostfl.codec import byte_budget, compress, decompress, laplace, lowrank
-from anycostfl.codec.context import Source, Writer, likelihoods
-from anycostfl.codec.factor import Way, factorise, most_rank, read_as, sides, write_rows
-from anycostfl.codec.frame import OVERHEAD, bond, seal
-from anycostfl.codec.readings import Contexts, basis_of
-from anycostfl.codec.spectrum import _waves, lay_out, layout_of, restore
-from anycostfl.codec.varint import varint
+from anycostfl.codec import byte_budget, compress, decompress, laplace, lowrank, matricization
+from anycostfl.codec.context import RangeDecoder, RangeEncoder, new_contexts
+from anycostfl.codec.factor import factorize
+from anycostfl.codec.frame import OVERHEAD, payload_binding, seal, varint
+from anycostfl.codec.laplace import Magnitudes
+from anycostfl.codec.matricization import (
+    ContextSets,
+    Mode,
+    basis_of,
+    fold_rows,
+    max_rank,
+    sides,
+    unfold,
+)
+from anycostfl.codec.spectrum import _waves, from_spectrum, layout_of, to_spectrum
 from anycostfl.errors import BetaError, PayloadError, UpdateError
 
 SHAPES = {"conv.weight": (16, 8, 3, 3), "conv.bias": (16,), "fc.weight": (40, 200), "scale": ()}
@@ -34,6 +42,10 @@ def low_rank(rows: int, columns: int, rank: int, seed: int = 0) -> Tensor:
 
 def packed(update: dict[str, Tensor], beta: float) -> bytes:
     return compress(update, beta, seed=0, codec="lowrank")
+
+
+def sealed(body: bytes, shapes: dict[str, tuple[int, ...]]) -> bytes:
+    return seal(lowrank.MAGIC, body, payload_binding(b"", shapes))
 
 
 def error(update: dict[str, Tensor], beta: float) -> float:
@@ -94,39 +106,39 @@ def test_matrix_of_low_rank_costs_its_factors_only() -> None:
     assert error(other, 1 / 80) > 0.3
 
 
-@pytest.mark.parametrize("way", [Way.OUT, Way.IN])
-def test_convolution_is_read_in_the_way_in_which_it_has_low_rank(way: Way) -> None:
+@pytest.mark.parametrize("mode", [Mode.OUT, Mode.IN])
+def test_convolution_is_sent_in_the_mode_in_which_it_has_low_rank(mode: Mode) -> None:
     shape = (24, 18, 5, 4)
     values = np.zeros(layout_of(shape), np.float32)
-    write_rows(values, way, 0, low_rank(*sides(values.shape, way), 3).numpy())
-    assert np.linalg.matrix_rank(read_as(values, way)) == 3
+    fold_rows(values, mode, 0, low_rank(*sides(values.shape, mode), 3).numpy())
+    assert np.linalg.matrix_rank(unfold(values, mode)) == 3
     flat = values.ravel()
-    restore(flat, shape)
+    from_spectrum(flat, shape)
     update = {"w": torch.from_numpy(flat.reshape(shape))}
     payload = packed(update, 0.1)
-    assert (payload[25], payload[26]) == (way, 3)
+    assert (payload[25], payload[26]) == (mode, 3)
     assert error(update, 0.1) < 1e-3
 
 
 @pytest.mark.parametrize("layout", [(5, 7), (7, 5), (4, 4, 3), (9, 20, 2), (3, 2, 40), (1, 6)])
-def test_rows_of_a_reading_go_back_where_they_came_from(layout: tuple[int, ...]) -> None:
+def test_rows_of_a_matricization_go_back_where_they_came_from(layout: tuple[int, ...]) -> None:
     values = np.arange(np.prod(layout), dtype=np.float32).reshape(layout)
-    for way in (Way.OUT, Way.IN) if len(layout) == 3 else (Way.OUT,):
-        matrix, again = read_as(values, way), np.zeros(layout, np.float32)
-        assert matrix.shape == sides(layout, way)
+    for mode in (Mode.OUT, Mode.IN) if len(layout) == 3 else (Mode.OUT,):
+        matrix, again = unfold(values, mode), np.zeros(layout, np.float32)
+        assert matrix.shape == sides(layout, mode)
         for first in range(0, len(matrix), 3):
-            write_rows(again, way, first, np.ascontiguousarray(matrix[first : first + 3]))
+            fold_rows(again, mode, first, np.ascontiguousarray(matrix[first : first + 3]))
         assert np.array_equal(again, values)
 
 
 @pytest.mark.parametrize("shape", [(4, 3, 2, 2), (3, 9, 3, 1), (20, 2, 5, 7), (6, 5, 1, 1), (4,)])
 def test_spectrum_keeps_energy_and_goes_back(shape: tuple[int, ...]) -> None:
     values = torch.randn(shape, generator=torch.Generator().manual_seed(0)).numpy()
-    laid = lay_out(values)
+    laid = to_spectrum(values)
     assert laid.shape == layout_of(shape)
     assert np.square(laid).sum() == pytest.approx(np.square(values).sum(), rel=1e-5)
     flat = laid.flatten()
-    restore(flat, shape)
+    from_spectrum(flat, shape)
     assert np.allclose(flat.reshape(shape), values, atol=1e-6)
 
 
@@ -168,7 +180,7 @@ def test_the_table_of_waves_has_multiples_of_two_to_the_minus_24_and_true_zeros(
 
 
 def test_kernels_that_are_flat_have_one_frequency() -> None:
-    laid = lay_out(np.ones((4, 3, 5, 5), np.float32))
+    laid = to_spectrum(np.ones((4, 3, 5, 5), np.float32))
     assert np.allclose(laid[0], 5)
     assert np.abs(laid[1:]).max() < 1e-6
 
@@ -177,7 +189,7 @@ def test_kernels_go_back_in_a_fixed_order_of_sums() -> None:
     draw = np.random.default_rng(0)
     spectrum = draw.normal(size=(6, 4)).astype(np.float32)  # 2 × 3 kernels, 4 of them
     flat, waves = spectrum.flatten(), _waves(2, 3)
-    restore(flat, (2, 2, 2, 3))
+    from_spectrum(flat, (2, 2, 2, 3))
     expected = np.zeros((4, 6), np.float32)
     for frequency in range(6):
         expected += waves[frequency] * spectrum[frequency][:, None]
@@ -188,16 +200,16 @@ def test_weak_directions_beyond_single_precision_are_found() -> None:
     decay = torch.logspace(0, -6, 60)  # energies down to 1e-12 of the largest
     left, right = (torch.linalg.qr(low_rank(n, 60, 60, n)).Q for n in (60, 400))
     matrix = left * decay @ right.T
-    found = factorise(matrix, 50)
+    found = factorize(matrix, 50)
     left_over = float((matrix - found.basis @ found.rows).square().sum())
     assert left_over <= 1.1 * float(decay[50:].square().sum())
 
 
 @pytest.mark.parametrize(("rows", "rank"), [(30, 20), (300, 12)])
-def test_factorise_finds_the_strongest_directions(rows: int, rank: int) -> None:
+def test_factorize_finds_the_strongest_directions(rows: int, rank: int) -> None:
     decay = torch.logspace(0, -3, rows)
     matrix = torch.linalg.qr(low_rank(rows, rows, rows)).Q * decay @ low_rank(rows, 400, rows, 1)
-    found = factorise(matrix, rank)
+    found = factorize(matrix, rank)
     best = torch.linalg.svdvals(matrix.double()).square()
     missed = float(matrix.double().square().sum()) - float((found.strength**2).sum())
     assert missed <= 1.05 * float(best[rank:].sum()) + 1e-5 * float(best.sum())
@@ -208,11 +220,11 @@ def test_estimate_of_bits_and_error_is_near_the_truth() -> None:
     rng = np.random.default_rng(0)
     for mean in (0.3, 1.0, 6.0, 40.0):
         matrix = rng.laplace(0, mean, (200, 320)).astype(np.float32)
-        bits, lost = laplace.cost(np.full((1, 1), np.log2(mean)), np.ones(1), 1.0)
+        bits, lost = Magnitudes(np.full((1, 1), np.log2(mean)), np.ones(1)).cost(1.0)
         numbers = laplace.quantize(matrix, np.ones(200, np.float32))
-        writer = Writer(0)
-        writer.integers(numbers, likelihoods())
-        assert 8 * len(writer.finish()) / matrix.size == pytest.approx(float(bits[0]), rel=0.06)
+        encoder = RangeEncoder(0)
+        encoder.integers(numbers, new_contexts())
+        assert 8 * len(encoder.finish()) / matrix.size == pytest.approx(float(bits[0]), rel=0.06)
         real = float(np.square(matrix - numbers, dtype=np.float64).mean())
         assert real == pytest.approx(float(lost[0]), rel=0.06)
 
@@ -222,9 +234,9 @@ def test_the_largest_magnitude_is_read_as_it_was_written() -> None:
     numbers = laplace.quantize(matrix, np.ones(1, np.float32))
     most = 2**30 - 64  # the largest float32 of 30 bits
     assert numbers.tolist() == [[most, -most, most, most, 2**29]]
-    writer = Writer(0)
-    writer.integers(numbers, likelihoods())
-    assert np.array_equal(Source(writer.finish()).integers(1, 5, likelihoods()), numbers)
+    encoder = RangeEncoder(0)
+    encoder.integers(numbers, new_contexts())
+    assert np.array_equal(RangeDecoder(encoder.finish()).integers(1, 5, new_contexts()), numbers)
 
 
 @pytest.mark.parametrize("half_octaves", [0, 1, 6, 79, 80])
@@ -243,7 +255,7 @@ def test_same_bytes_every_time_and_whatever_the_order_of_names() -> None:
     assert list(decompress(payload, backwards).values) == list(backwards)
 
 
-@pytest.mark.parametrize("columns", [41, lowrank.TILE, lowrank.TILE + 5])
+@pytest.mark.parametrize("columns", [41, matricization.TILE, matricization.TILE + 5])
 def test_decoder_adds_up_in_a_fixed_order(columns: int) -> None:
     rng = np.random.default_rng(0)
     basis = rng.normal(size=(33, 17)).astype(np.float32)
@@ -251,7 +263,7 @@ def test_decoder_adds_up_in_a_fixed_order(columns: int) -> None:
     expected = np.zeros((33, columns), np.float32)
     for k in range(17):
         expected += basis[:, k : k + 1] * rows[k].astype(np.float32)
-    assert np.array_equal(lowrank._product(basis, rows), expected)
+    assert np.array_equal(matricization._product(basis, rows), expected)
 
 
 @pytest.mark.parametrize("index", [-9000, -2049, -1, 0, 1, 255, 256, 12345])
@@ -304,22 +316,22 @@ def test_what_is_not_finite_is_refused_by_name() -> None:
     ("body", "message"),
     [
         (b"\0\0", "ends early"),
-        (b"\0\0\x7f\0\0", "outside the scale"),
+        (b"\0\0\x7f\0\0", "is out of range"),
         (b"\0\0\0\x01", "ends early"),
-        (b"\0\0\0\x04\x01\0", "cannot be sent in way 4"),
-        (b"\0\0\0\x09\0", "cannot be sent in way 9"),
+        (b"\0\0\0\x04\x01\0", "cannot have mode 4"),
+        (b"\0\0\0\x09\0", "cannot have mode 9"),
         (b"\0\0\0\x02\0\0", "outside 1 to 2"),
         (b"\0\0\0\x02\x03\0", "outside 1 to 2"),
         (b"\0\0\0\x02\x01\0" + b"\0" * 8, "strength of a column"),
-        (b"\0\0\0\x01\0" + b"\xff" * 60, "coded integers end"),
-        (b"\0\0\0\0\0" + bytes(8), "coded integers end"),
+        (b"\0\0\0\x01\0" + b"\xff" * 60, "coded integers take"),
+        (b"\0\0\0\0\0" + bytes(8), "coded integers take"),
     ],
 )
 def test_malformed_bodies_are_refused(body: bytes, message: str) -> None:
     shapes = {"a": (4, 6), "b": (2,)}
-    assert most_rank((4, 6)) == 2
+    assert max_rank((4, 6), Mode.OUT) == 2
     with pytest.raises(PayloadError, match=message):
-        decompress(seal(lowrank.MAGIC, body, bond(b"", shapes)), shapes)
+        decompress(sealed(body, shapes), shapes)
 
 
 def test_payload_for_another_plan_or_binding_is_refused() -> None:
@@ -330,33 +342,35 @@ def test_payload_for_another_plan_or_binding_is_refused() -> None:
         decompress(payload, {"w": (3, 3)}, binding=b"round 1")
 
 
-def zeros_in(way: Way, shape: tuple[int, ...]) -> bytes:
+def zeros_in(mode: Mode, shape: tuple[int, ...]) -> bytes:
     """A few bytes that make the decoder fill as much as a plan allows."""
-    writer, contexts, layout = Writer(0), Contexts(), layout_of(shape)
-    head = b"\0\0\0" + bytes([way])
-    if way is Way.DIRECT:
-        writer.integers(np.zeros((layout[0] * layout[1], layout[2]), np.int32), contexts.direct)
+    encoder, contexts, layout = RangeEncoder(0), ContextSets(), layout_of(shape)
+    head = b"\0\0\0" + bytes([mode])
+    if mode is Mode.DIRECT:
+        encoder.integers(np.zeros((layout[0] * layout[1], layout[2]), np.int32), contexts.direct)
     else:
-        short, long = sides(layout, way)
-        rank = most_rank((short, long))
+        short, long = sides(layout, mode)
+        rank = max_rank(layout, mode)
         head += varint(rank)
-        writer.integers(np.zeros((1, rank), np.int32), contexts.direct)
-        writer.integers(np.zeros((rank, short), np.int32), contexts.columns)
-        writer.integers(np.zeros((rank, long), np.int32), contexts.rows)
-    return seal(lowrank.MAGIC, head + writer.finish(), bond(b"", {"w": shape}))
+        encoder.integers(np.zeros((1, rank), np.int32), contexts.direct)
+        encoder.integers(np.zeros((rank, short), np.int32), contexts.columns)
+        encoder.integers(np.zeros((rank, long), np.int32), contexts.rows)
+    return sealed(head + encoder.finish(), {"w": shape})
 
 
 def test_no_work_is_done_on_numbers_that_did_not_come(monkeypatch: pytest.MonkeyPatch) -> None:
     shape = (300, 300)
-    head = b"\0\0\0" + bytes([Way.OUT]) + varint(most_rank(sides(layout_of(shape), Way.OUT)))
-    monkeypatch.setattr(lowrank, "_product", None)  # a call would be a TypeError
-    with pytest.raises(PayloadError, match="go on beyond"):
-        decompress(seal(lowrank.MAGIC, head + b"\x80" * 4, bond(b"", {"w": shape})), {"w": shape})
+    head = b"\0\0\0" + bytes([Mode.OUT]) + varint(max_rank(layout_of(shape), Mode.OUT))
+    monkeypatch.setattr(matricization, "_product", None)  # a call would be a TypeError
+    with pytest.raises(PayloadError, match="continue beyond"):
+        decompress(sealed(head + b"\x80" * 4, {"w": shape}), {"w": shape})
 
 
-@pytest.mark.parametrize(("way", "shape"), [(Way.OUT, (700, 700)), (Way.DIRECT, (256, 256, 3, 3))])
-def test_a_few_bytes_take_no_more_than_twice_the_plan(way: Way, shape: tuple[int, ...]) -> None:
-    payload = zeros_in(way, shape)
+@pytest.mark.parametrize(
+    ("mode", "shape"), [(Mode.OUT, (700, 700)), (Mode.DIRECT, (256, 256, 3, 3))]
+)
+def test_a_few_bytes_take_no_more_than_twice_the_plan(mode: Mode, shape: tuple[int, ...]) -> None:
+    payload = zeros_in(mode, shape)
     decompress(payload, {"w": shape})
     tracemalloc.start()
     try:

@@ -10,10 +10,11 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 import _updates
-from anycostfl.codec import byte_budget, compress, decompress, entropy, kernels, sections
-from anycostfl.codec.flat import flatten
-from anycostfl.codec.frame import bond
+from anycostfl.codec import byte_budget, compress, decompress, entropy, flatten, kernel
+from anycostfl.codec.frame import payload_binding
+from anycostfl.codec.sections import Grid, Section, lay_out, unpack
 from anycostfl.state import Update
+from mutations import split
 from shannon import entropy_bytes
 
 BLOCKS = _updates.BLOCKS["cnn"]
@@ -51,11 +52,9 @@ def test_budget_is_kept_and_used(update: dict[str, Tensor], inverse: int) -> Non
 
 def tokens_of(payload: bytes, update: dict[str, Tensor]) -> tuple[entropy.Tokens, bytes]:
     shapes = {name: tuple(tensor.shape) for name, tensor in update.items()}
-    frame = sections.read(payload, bond(b"", shapes), len(shapes))
-    assert frame is not None
-    count = sum(int(mask.sum()) for mask in decompress(payload, update).masks.values())
-    table = entropy.decode_table(frame.table, entropy.token_count(frame.grid.symbols))
-    return entropy.decode_levels(frame.levels, *table, count), frame.levels
+    sent = unpack(payload, lay_out(shapes, {}), payload_binding(b"", shapes))
+    assert sent is not None
+    return entropy.tokenize(sent[1].symbols)[0], dict(split(payload))[Section.LEVELS]
 
 
 @pytest.mark.parametrize("inverse", [4, 15, 40, 100, 1000])
@@ -88,28 +87,25 @@ def test_points_from_zero_beat_the_papers_points_from_the_least_magnitude(
     update: dict[str, Tensor],
 ) -> None:
     """Without a sign for level 0 the same kernels and levels take fewer bytes (decision 0010)."""
-    parts = kernels.lay_out({n: tuple(t.shape) for n, t in update.items()}, BLOCKS)
     flat = flatten(update)
-    spans = kernels.join([kernels.spans_of(part) for part in parts])
-    norms = kernels.measure(flat, spans)
-    kept = np.sort(kernels.rank(norms)[:8000])
-    ours = kernels.grid_for(norms, kept, 64)
-    paper = kernels.Grid(float(norms.least[kept].min()), ours.u_max, 64)
+    spans = kernel.spans_of(lay_out({n: tuple(t.shape) for n, t in update.items()}, BLOCKS))
+    norms = kernel.measure(flat, spans)
+    kept = np.sort(kernel.rank(norms)[:8000])
+    ours = kernel.grid_for(norms, kept, 64)
+    paper = Grid(float(norms.smallest[kept].min()), ours.u_max, 64)
     sizes = []
     for grid in (ours, paper):
-        symbols, negative = kernels.quantize(flat, spans.take(kept), grid, seed=0)
-        counts = np.bincount(symbols)
-        levels = entropy.encode_levels(symbols.astype(np.uint16), *entropy.best_table(counts))
-        sizes.append(len(levels) + len(entropy.encode_signs(symbols, negative)))
+        quantized = kernel.quantize(flat, spans.take(kept), grid, seed=0)
+        tokens = quantized.symbols.astype(np.uint16)
+        levels = entropy.encode_levels(tokens, *entropy.best_table(np.bincount(tokens)))
+        sizes.append(len(levels) + quantized.signs.size)
     assert ours.u_min == 0.0
     assert sizes[0] < 0.9 * sizes[1]
 
 
 def test_first_guess_is_close(update: dict[str, Tensor]) -> None:
     """The shipped fit, made from 16 samples, is a guess: right within a factor, not a budget."""
-    from anycostfl.codec.fit import shipped_fit
-
     payload = compress(update, 1 / 40, seed=0, blocks=BLOCKS)
     kept = torch.cat([m.reshape(-1) for m in decompress(payload, update).masks.values()])
-    guess = shipped_fit().predict(1 / 40)
+    guess = kernel.first_guess(1 / 40)
     assert 1 - guess.sparsity == pytest.approx(float(kept.float().mean()), rel=0.5)

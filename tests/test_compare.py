@@ -15,12 +15,33 @@ from typer.testing import CliRunner
 
 from anycostfl import methods
 from anycostfl.cli import build_app
-from anycostfl.evaluation.compare import Case, CompareError, Cost, Records, Series, Spent, as_cells, cost_of, cost_to, lasted, make_case, make_row, over_budget, papers_rows, reached, recost, score, to_csv, to_curves, to_markdown
 from anycostfl.config import preset_names
 from anycostfl.errors import AnycostError
+from anycostfl.evaluation.compare import (
+    Case,
+    CompareError,
+    Cost,
+    Records,
+    Series,
+    Spent,
+    as_cells,
+    cost_of,
+    cost_to,
+    lasted,
+    make_case,
+    make_row,
+    over_budget,
+    papers_rows,
+    reached,
+    recost,
+    score,
+    to_csv,
+    to_curves,
+    to_markdown,
+)
 from anycostfl.files import InUseError, exclusive_lock
-from anycostfl.records.run import read_journal
 from anycostfl.records.round import DeviceRecord, RoundRecord
+from anycostfl.records.run import read_journal
 from small_runs import small_config, small_overrides
 
 

@@ -12,8 +12,8 @@ import pytest
 from anycostfl import config, models
 from anycostfl.codec.frame import OVERHEAD
 from anycostfl.errors import ConfigError, UnknownNameError
-from anycostfl.planning.strategy import Limits
 from anycostfl.planning.cost import Workload, make_devices
+from anycostfl.planning.strategy import Limits
 
 PAPER = {"cifar10-iid", "cifar10-noniid", "fmnist-iid", "fmnist-noniid"}
 BOARDS = {

@@ -16,8 +16,8 @@ from torch import nn
 
 import anycostfl
 from anycostfl import ElasticModel, config, methods, models, save_elastic
-from anycostfl.fleets.attackers import LIES
 from anycostfl.config import Config
+from anycostfl.fleets.attackers import LIES
 from anycostfl.records.round import DeviceRecord
 from small_runs import small_overrides
 

@@ -14,12 +14,22 @@ import torch
 from torch import Tensor
 
 from anycostfl import ElasticModel
-from anycostfl.state import clone_state
-from anycostfl.server.downlink import Ledger, Step, charge_downloads, check_share, first_public, ledger_of, make_step, showing, take_step
 from anycostfl.errors import ConfigError, PayloadError
 from anycostfl.planning.draw import Cohort
-from anycostfl.server import Server
 from anycostfl.records.round import DeviceRecord, RoundRecord
+from anycostfl.server import Server
+from anycostfl.server.downlink import (
+    Ledger,
+    Step,
+    charge_downloads,
+    check_share,
+    first_public,
+    ledger_of,
+    make_step,
+    showing,
+    take_step,
+)
+from anycostfl.state import clone_state
 from small_runs import small_config
 
 WHERE = ("an experiment", 3)

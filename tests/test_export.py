@@ -27,8 +27,8 @@ import anycostfl
 from anycostfl import SubModel, models
 from anycostfl.cli import build_app
 from anycostfl.config import load_preset, to_toml
-from anycostfl.state import tensors_of
 from anycostfl.data import load
+from anycostfl.device import count_correct
 from anycostfl.elastic_file import METADATA, ElasticFileError
 from anycostfl.errors import (
     AlphaError,
@@ -54,7 +54,7 @@ from anycostfl.files import StorageError
 from anycostfl.records.run import RunWriter, read_run
 from anycostfl.runs import keep
 from anycostfl.simulate import play
-from anycostfl.device import count_correct
+from anycostfl.state import tensors_of
 from small_runs import small_overrides
 
 ALPHAS = (0.25, 0.5, 0.75, 1.0)

@@ -12,13 +12,13 @@ import torch
 from torch import Tensor
 
 from anycostfl import ElasticModel, methods, models
-from anycostfl.codec import CODECS
-from anycostfl.state import clone_state
+from anycostfl.codec import CODECS, Upload
+from anycostfl.device import Job
 from anycostfl.experiment import prepare
 from anycostfl.feedback import encode_with_feedback, no_residual
-from anycostfl.methods import Method, Upload
+from anycostfl.methods import Method
 from anycostfl.shrink import WidthPlan
-from anycostfl.device import Job
+from anycostfl.state import clone_state
 from small_runs import small_config
 
 State = dict[str, Tensor]

@@ -15,6 +15,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from anycostfl.flower.roster import NotEnoughDevicesError, Terms
 from flwr.app import ArrayRecord, Error, Message, RecordDict
 from torch import Tensor
 
@@ -22,22 +23,21 @@ from anycostfl import methods
 from anycostfl.codec import compress
 from anycostfl.codec.dense import pack_dense
 from anycostfl.config import Config
+from anycostfl.device import Reply
 from anycostfl.errors import AnycostError, ConfigError
 from anycostfl.experiment import prepare, settle
+from anycostfl.fleets.pool import one_thread
 from anycostfl.flower import messages, roster, server
 from anycostfl.flower.messages import MessageError
 from anycostfl.flower.numbers import NotReadyError, Numbers, NumberTakenError, note_nodes
-from anycostfl.flower.roster import NotEnoughDevicesError, Terms
 from anycostfl.flower.strategy import AnycostStrategy
+from anycostfl.planning.cost import make_devices
+from anycostfl.records.round import RoundRecord
 from anycostfl.records.run import read_journal
 from anycostfl.rounds import DUPLICATE, Outcome
 from anycostfl.runs import Turn, begin
 from anycostfl.server import Server
 from anycostfl.simulate import play
-from anycostfl.records.round import RoundRecord
-from anycostfl.planning.cost import make_devices
-from anycostfl.device import Reply
-from anycostfl.fleets.pool import one_thread
 from flower_grid import FIRST_NODE, LocalGrid, Tamper, honest
 from small_runs import small_config
 

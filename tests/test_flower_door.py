@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any, cast
 
 import pytest
+from anycostfl.flower.roster import Terms
 from flwr.app import Message, RecordDict, UserConfig
 from flwr.clientapp import ClientApp
 
@@ -34,7 +35,6 @@ from anycostfl.flower.messages import pack_state
 from anycostfl.flower.node import Address
 from anycostfl.flower.post import ReplyCollector
 from anycostfl.processes import LINE_BYTES, follow_output
-from anycostfl.flower.roster import Terms
 from flower_grid import ErrorCode as FlowersErrorCode
 from flower_grid import LocalGrid
 from loopback import wait_until

@@ -17,9 +17,9 @@ from anycostfl.cli.fleet import free_port
 from anycostfl.cli.serve import for_devices
 from anycostfl.config import Config
 from anycostfl.flower.keys import KeyFolder, make_keys
+from anycostfl.records.round import RoundRecord
 from anycostfl.records.run import read_run
 from anycostfl.simulate import play
-from anycostfl.records.round import RoundRecord
 from command_line import sets
 from liar import LIES
 from loopback import PROGRAM, Loopback, loopback, wait_until

@@ -27,6 +27,7 @@ import httpx
 import numpy as np
 import pytest
 import torch
+from anycostfl.flower.roster import Terms
 from cryptography import x509
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.hazmat.primitives.serialization import load_ssh_public_key
@@ -36,7 +37,7 @@ from anycostfl.cli import build_app
 from anycostfl.cli._rounds import go_on
 from anycostfl.cli.serve import for_devices
 from anycostfl.config import to_toml
-from anycostfl.coupling import tensors_of
+from anycostfl.data import Scale
 from anycostfl.errors import AnycostError, ConfigError
 from anycostfl.experiment import prepare, settle
 from anycostfl.flower import node
@@ -68,11 +69,11 @@ from anycostfl.flower.messages import (
 )
 from anycostfl.flower.node import Address
 from anycostfl.flower.post import Corrupt, ReplyCollector
-from anycostfl.processes import PARENT, safe_environment
-from anycostfl.flower.roster import Terms
 from anycostfl.flower.superlink import BODY_BYTES, LocalControl, Receive, Scope, Send, is_allowed
+from anycostfl.planning.cost import Devices, make_devices
+from anycostfl.processes import PARENT, safe_environment
 from anycostfl.runs import begin
-from anycostfl.types import Devices, Scale, make_devices
+from anycostfl.state import tensors_of
 from flower_grid import (
     FLEET_HTTP_PUBLIC_KEY_HEADER,
     FLEET_HTTP_SIGNATURE_HEADER,

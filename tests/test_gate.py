@@ -13,15 +13,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from anycostfl import methods
-from anycostfl.server.aggregate import Rules
-from anycostfl.server.suspensions import Agreed, Bench, Gate, bench_of
 from anycostfl.codec.frame import OVERHEAD
 from anycostfl.config import to_toml
-from anycostfl.state import tensors_of
+from anycostfl.device import Job, Reply
 from anycostfl.errors import ConfigError
 from anycostfl.experiment import prepare
-from anycostfl.planning.draw import draw_cohort
+from anycostfl.fleets.pool import DeviceSide, InProcess
 from anycostfl.methods import elements
+from anycostfl.planning.draw import draw_cohort
+from anycostfl.records.round import DeviceRecord, RoundRecord
 from anycostfl.records.run import RunWriter
 from anycostfl.report import summarise
 from anycostfl.rounds import (
@@ -37,10 +37,10 @@ from anycostfl.rounds import (
     screen,
 )
 from anycostfl.runs import Turn, keep, take_up
+from anycostfl.server.aggregate import Rules
+from anycostfl.server.suspensions import Agreed, Bench, Gate, bench_of
 from anycostfl.simulate import play
-from anycostfl.records.round import DeviceRecord, RoundRecord
-from anycostfl.fleets.pool import DeviceSide, InProcess
-from anycostfl.device import Job, Reply
+from anycostfl.state import tensors_of
 from small_runs import small_config
 
 

@@ -14,18 +14,17 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from anycostfl import ElasticModel, methods, models
-from anycostfl.codec import byte_budget
-from anycostfl.codec.flat import flatten
-from anycostfl.codec.frame import bond
+from anycostfl.codec import Upload, byte_budget, flatten
+from anycostfl.codec.frame import payload_binding
 from anycostfl.codec.sparse import Layout, Ranked, Sparse, draw, fill, pack_sparse, unpack_sparse
 from anycostfl.config import load_preset
 from anycostfl.errors import PayloadError, UnknownNameError
+from anycostfl.methods import fedhq, heterofl, qsgd, stc, uveqfed
 from anycostfl.planning.draw import draw_cohort
-from anycostfl.methods import Upload, fedhq, heterofl, qsgd, stc, uveqfed
 from anycostfl.planning.strategy import Binds
 
 SHAPES = {"a.weight": (24, 10, 5, 5), "a.bias": (24,), "b.weight": (50, 96)}
-TIE = bond(b"plan", SHAPES)
+BOUND = payload_binding(b"plan", SHAPES)
 ISSUED = Upload(1.0, 7, b"plan")
 
 
@@ -177,7 +176,7 @@ def test_sparse_payloads_return_what_was_packed(
     layout, random = Layout(len(kept), scalars=2, group=group), np.random.default_rng(seed)
     count = layout.integers(sum(kept))
     given_ = Sparse(np.array(kept), (0.5, -2.0), random.integers(-spread, spread + 1, count))
-    got = unpack_sparse(pack_sparse(given_, TIE), TIE, layout)
+    got = unpack_sparse(pack_sparse(given_, BOUND), BOUND, layout)
     assert (got.kept == given_.kept).all()
     assert (got.integers == given_.integers).all()
     assert got.scalars == ((0.5, -2.0) if any(kept) else (0.0, 0.0))
@@ -190,7 +189,7 @@ def test_any_sealed_body_is_refused_or_decodes(body: bytes) -> None:
 
     layout = Layout(300, scalars=1)
     try:
-        got = unpack_sparse(seal(b"ACFS", body, TIE), TIE, layout)
+        got = unpack_sparse(seal(b"ACFS", body, BOUND), BOUND, layout)
     except PayloadError:
         return
     assert got.kept.size == 300

@@ -26,8 +26,8 @@ from anycostfl.cli._rounds import free_folder
 from anycostfl.cli.run import run
 from anycostfl.files import StorageError
 from anycostfl.records.checkpoint import Checkpoint, checkpoints
-from anycostfl.records.run import RunWriter, open_run, read_run
 from anycostfl.records.round import DeviceRecord, RoundRecord
+from anycostfl.records.run import RunWriter, open_run, read_run
 from small_runs import small_overrides
 
 ROUNDS = 8

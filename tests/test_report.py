@@ -33,7 +33,15 @@ from anycostfl.cli.watch import watch
 from anycostfl.config import to_toml
 from anycostfl.errors import AnycostError
 from anycostfl.files import StorageError, atomic_write
-from anycostfl.records.run import CONFIG, ENVIRONMENT, JOURNAL, TIMING, WIDTHS, read_config, read_journal
+from anycostfl.records.run import (
+    CONFIG,
+    ENVIRONMENT,
+    JOURNAL,
+    TIMING,
+    WIDTHS,
+    read_config,
+    read_journal,
+)
 from anycostfl.report import LiveServer, gather, render, write_page
 from anycostfl.report.gather import Document, _rounded
 from anycostfl.report.live import PortInUseError

@@ -25,8 +25,8 @@ from anycostfl import (
     models,
     recalibrate,
 )
-from anycostfl.state import tensors_of
 from anycostfl.shrink.widths import Dial
+from anycostfl.state import tensors_of
 from architectures import ZOO
 
 

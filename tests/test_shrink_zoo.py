@@ -15,10 +15,9 @@ from torch.func import functional_call
 
 from anycostfl import ElasticModel, WidthPlan
 from anycostfl.server.aggregate import Contribution, aggregate
-from anycostfl.state import tensors_of
 from anycostfl.shrink.order import permute
 from anycostfl.shrink.widths import put, take
-from anycostfl.state import Update
+from anycostfl.state import Update, tensors_of
 from architectures import ZOO, Case
 
 BATCH = 3

@@ -15,16 +15,16 @@ import torch
 
 from anycostfl import methods
 from anycostfl.config import load_preset, to_toml
+from anycostfl.device import Job, Reply, cores
 from anycostfl.errors import AnycostError, ConfigError
 from anycostfl.experiment import prepare, settle
 from anycostfl.files import InUseError
+from anycostfl.fleets.pool import DeviceSide, Purpose, SharedMemoryError, draw_seed
+from anycostfl.records.round import RoundRecord
 from anycostfl.records.run import RunWriter, read_run
 from anycostfl.runs import Turn, begin, check_engine, keep, take_up
 from anycostfl.server import Server
 from anycostfl.simulate import play, run
-from anycostfl.records.round import RoundRecord
-from anycostfl.fleets.pool import DeviceSide, Purpose, SharedMemoryError, draw_seed
-from anycostfl.device import Job, Reply, cores
 from small_runs import small_config, small_overrides
 
 

@@ -10,13 +10,13 @@ import pytest
 from typer.testing import CliRunner
 
 from anycostfl import methods, sweep
-from anycostfl.fleets.attackers import LIES
 from anycostfl.cli import build_app
 from anycostfl.cli import sweep as cli_sweep
-from anycostfl.evaluation.compare import Series
 from anycostfl.errors import ConfigError
-from anycostfl.planning.draw import draw_cohort
+from anycostfl.evaluation.compare import Series
 from anycostfl.evaluation.sweep import KINDS, WIDTHS, spread_over, widths
+from anycostfl.fleets.attackers import LIES
+from anycostfl.planning.draw import draw_cohort
 from small_runs import small_config, small_overrides
 
 

@@ -11,8 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from anycostfl import theory
-from anycostfl.server.aggregate import optimal_weights
 from anycostfl.errors import ConfigError, UnknownNameError
+from anycostfl.server.aggregate import optimal_weights
 
 ROOT = Path(__file__).parents[1]
 share = st.floats(0.0, 1.0)

@@ -11,8 +11,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from anycostfl import models
-from anycostfl.shrink import calibration_batches, recalibrate
 from anycostfl.device import TrainOptions, batches, count_correct, train
+from anycostfl.shrink import calibration_batches, recalibrate
 
 
 def reference(

@@ -15,8 +15,8 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from anycostfl import models, winograd
-from anycostfl.device import TrainOptions, train
 from anycostfl.contrib.winograd import convolve, fast_convolutions
+from anycostfl.device import TrainOptions, train
 
 EXACT = 5e-6  # of the sum of all products' sizes; single precision itself is at 1e-7
 

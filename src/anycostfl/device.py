@@ -24,9 +24,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from anycostfl.checks import Count, Interval, OneOf, Positive, check_fields
+from anycostfl.codec import Upload
 from anycostfl.errors import BetaError, PayloadError, UpdateError
 from anycostfl.feedback import encode_with_feedback, no_residual
-from anycostfl.methods import Method, Upload
+from anycostfl.methods import Method
 from anycostfl.shrink import ElasticModel, Order, SubModel
 from anycostfl.state import State
 

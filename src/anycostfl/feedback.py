@@ -17,7 +17,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from anycostfl.methods import Method, Upload
+from anycostfl.codec import Upload
+from anycostfl.methods import Method
 from anycostfl.shrink.widths import WidthPlan, put, take
 from anycostfl.state import State
 

@@ -19,13 +19,13 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
-from anycostfl.codec import check_codec
+from anycostfl.codec import Upload, check_codec
 from anycostfl.codec.frame import OVERHEAD
 from anycostfl.config import Run
 from anycostfl.device import Job, Reply
 from anycostfl.errors import PayloadError
 from anycostfl.experiment import Experiment
-from anycostfl.methods import Method, Upload
+from anycostfl.methods import Method
 from anycostfl.planning import cost
 from anycostfl.planning.cost import Devices, Workload
 from anycostfl.planning.draw import Cohort

@@ -43,7 +43,7 @@ class Result:
 def codec(
     file: Annotated[Path, typer.Argument(help="An update: tensors by name", dir_okay=False)],
     beta: Annotated[float, typer.Option(help="Payload bits over 32 bits per element")] = 0.02,
-    name: Annotated[str, typer.Option("--codec", help="kernel, kernel+ or lowrank")] = "kernel",
+    name: Annotated[str, typer.Option("--codec", help="kernel or lowrank")] = "kernel",
     seed: Annotated[int, typer.Option(help="Seed of the quantizer's draws")] = 0,
     block: Annotated[
         list[str] | None,

@@ -1,6 +1,6 @@
-"""An uncompressed update as a payload: 32 bits per element, guarded like a compressed one.
+"""An uncompressed update as a payload: 32 bits per element in the same envelope.
 
-The body of the frame "ACFD" is the float32 values of all tensors in the order of their names.
+The body of the frame "ACFD" is the float32 values of all tensors, sorted by name.
 """
 
 from __future__ import annotations
@@ -11,8 +11,8 @@ from math import prod
 import numpy as np
 from torch import Tensor
 
-from anycostfl.codec.flat import all_of, flatten
-from anycostfl.codec.frame import OVERHEAD, bond, seal, unseal_exact
+from anycostfl.codec import dense_update, flatten
+from anycostfl.codec.frame import OVERHEAD, payload_binding, seal, unseal_exact
 from anycostfl.errors import PayloadError
 from anycostfl.state import Update
 
@@ -20,15 +20,15 @@ MAGIC = b"ACFD"
 
 
 def pack_dense(update: Mapping[str, Tensor], *, binding: bytes = b"") -> bytes:
-    """Every element as it is."""
+    """Encode every element as it is."""
     shapes = {name: tuple(tensor.shape) for name, tensor in update.items()}
-    return seal(MAGIC, flatten(update).astype("<f4").tobytes(), bond(binding, shapes))
+    return seal(MAGIC, flatten(update).astype("<f4").tobytes(), payload_binding(binding, shapes))
 
 
 def unpack_dense(payload: bytes, like: Mapping[str, Sequence[int]], binding: bytes) -> Update:
-    """The update of these shapes; its mask is true everywhere."""
+    """Decode an update of these shapes; its mask is true everywhere."""
     expected = OVERHEAD + 4 * sum(map(prod, like.values()))
     if len(payload) != expected:
         raise PayloadError(f"a dense payload of this plan has {expected} bytes, not {len(payload)}")
-    body = unseal_exact(payload, MAGIC, bond(binding, like))
-    return all_of(np.frombuffer(body, "<f4").astype(np.float32), like)
+    body = unseal_exact(payload, MAGIC, payload_binding(binding, like))
+    return dense_update(np.frombuffer(body, "<f4").astype(np.float32), like)

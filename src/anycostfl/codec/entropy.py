@@ -4,10 +4,10 @@ Masks: Golomb code of the gaps between kept (or dropped) kernels, with parameter
 gap // M in unary, the remainder in truncated binary; or the bitmap, whichever is smaller.
 Levels: the range variant of asymmetric numeral systems (rANS). With frequencies f that sum to 2^P
 and cumulative frequencies c, a symbol moves the state x ∈ [2^31, 2^63) to
-(x // f) 2^P + x mod f + c; whole 32-bit words leave the state when it would grow beyond its range.
-The frequencies travel, at the precision P that makes table and levels smallest together. Symbols
-of 4096 and more, which only the finest grids have, share a token with their neighbours: their
-leading nine bits are the token, the others follow as they are.
+(x // f) 2^P + x mod f + c; 32-bit words are shifted out before the state would leave its range.
+The table of frequencies is sent at the precision P that makes table and levels smallest together.
+Symbols ≥ 4096, which only the finest grids have, share a token with their neighbours: the token is
+their leading nine bits, the others are sent verbatim as spare bits.
 """
 
 from __future__ import annotations
@@ -18,20 +18,21 @@ import numpy as np
 from numpy.typing import NDArray
 
 from anycostfl.codec.arrays import Bools, Bytes, Ints, Symbols, Whole
-from anycostfl.codec.varint import Reader, varint
+from anycostfl.codec.frame import Reader, varint
 from anycostfl.compiled import compiled
 from anycostfl.errors import PayloadError
 
 MIN_PRECISION, MAX_PRECISION = 6, 16
 STATE_BYTES = 8
 DIRECT = 12  # symbols below 2^12 are their own token
-MANTISSA = 8  # beyond, a token holds the exponent and so many bits after the leading one
+MANTISSA = 8  # larger ones: a token is the exponent and this many bits after the leading one
 Words = NDArray[np.uint32]
+Wide = NDArray[np.uint64]
 Tokens = NDArray[np.uint16]
 
 
 class MaskCoding(IntEnum):
-    """How the mask of one tensor is written."""
+    """How the mask of one tensor is coded."""
 
     ALL = 0
     BITMAP = 1
@@ -40,10 +41,10 @@ class MaskCoding(IntEnum):
 
 
 def encode_mask(kept: Bools) -> bytes:
-    """One tensor's mask over kernels in the smallest coding, which its first byte names."""
+    """Encode a mask over kernels in the smallest coding, which is its first byte."""
     if kept.all():
         return bytes([MaskCoding.ALL])
-    # Runs of the rarer kind are the longer ones, and those are what Golomb's code is good at.
+    # Gaps between the rarer kind are longer, which suits Golomb's code.
     rare_kept = 2 * np.count_nonzero(kept) <= kept.size
     gaps = gaps_between(kept if rare_kept else ~kept)
     parameter = best_parameter(gaps)
@@ -54,24 +55,24 @@ def encode_mask(kept: Bools) -> bytes:
 
 
 def decode_mask(data: bytes, kernels: int, kept: int) -> Bools:
-    """The mask of `kernels` kernels of which `kept` are set."""
+    """Decode the mask of `kernels` kernels of which `kept` are set."""
     reader = Reader(data, "mask")
     coding = reader.byte()
     if coding == MaskCoding.ALL:
         reader.finish()
         if kept != kernels:
-            raise PayloadError(f"mask says all {kernels} kernels, the tensor says {kept}")
+            raise PayloadError(f"mask keeps all {kernels} kernels, the tensor section {kept}")
         return np.ones(kernels, np.bool_)
     if coding == MaskCoding.BITMAP:
-        return _bitmap(reader.rest(), kernels, kept)
+        return _from_bitmap(reader.rest(), kernels, kept)
     if coding == MaskCoding.GOLOMB_KEPT:
         return _from_gaps(reader, kernels, kept)
     if coding == MaskCoding.GOLOMB_DROPPED:
         return ~_from_gaps(reader, kernels, kernels - kept)
-    raise PayloadError(f"unknown mask coding {coding}; known are 0 to 3")
+    raise PayloadError(f"mask coding is {coding}; it must be in [0, 3]")
 
 
-def _bitmap(data: bytes, kernels: int, kept: int) -> Bools:
+def _from_bitmap(data: bytes, kernels: int, kept: int) -> Bools:
     if len(data) != -(-kernels // 8):
         raise PayloadError(f"bitmap of {kernels} kernels has {len(data)} bytes")
     bits = np.unpackbits(np.frombuffer(data, np.uint8), bitorder="little")
@@ -101,7 +102,7 @@ def best_parameter(gaps: Ints) -> int:
 
 
 def golomb(gaps: Ints, parameter: int) -> bytes:
-    """Golomb code of `gaps`: the parameter as a varint, then the bits, first bit lowest."""
+    """Encode `gaps`: the parameter as a varint, then the bits, first bit lowest."""
     out = np.zeros(-(-golomb_bits(gaps, parameter) // 8), np.uint8)
     width, cutoff = _remainder_code(parameter)
     _golomb_write(gaps, parameter, width, cutoff, out)
@@ -123,7 +124,7 @@ def _bit(data: Bytes, at: int) -> np.int64:
 def _golomb_write(gaps: Ints, parameter: int, width: int, cutoff: int, out: Bytes) -> None:
     at = 0
     for gap in gaps:
-        at += gap // parameter  # the buffer is zero: a unary number is its closing 1
+        at += gap // parameter  # the buffer is zero, so only the closing 1 of a unary number is set
         out[at >> 3] |= np.uint8(1 << (at & 7))
         at += 1
         rest, bits = gap % parameter, width - 1
@@ -141,7 +142,7 @@ def _from_gaps(reader: Reader, kernels: int, chosen: int) -> Bools:
     width, cutoff = _remainder_code(parameter)
     data = np.frombuffer(reader.rest(), np.uint8)
     if _golomb_read(data, parameter, width, cutoff, chosen, mask) < 0:
-        raise PayloadError(f"Golomb code does not hold {chosen} of {kernels} kernels")
+        raise PayloadError(f"Golomb code is not one of {chosen} of {kernels} kernels")
     return mask
 
 
@@ -175,7 +176,7 @@ def _golomb_read(  # noqa: PLR0917 - a compiled loop takes arrays, not objects
         mask[place] = True
     if end - at >= 8:
         return -1
-    while at < end:  # what fills the last byte is zero
+    while at < end:  # the last byte is padded with zeros
         if _bit(data, at):
             return -1
         at += 1
@@ -195,7 +196,7 @@ def frequencies(counts: Ints, precision: int) -> Ints:
 
 
 def best_table(counts: Ints) -> tuple[int, Ints]:
-    """The precision and frequencies that make table and levels smallest together."""
+    """Precision and frequencies that minimise table and levels together."""
     occurring = np.flatnonzero(counts)
     least = max(MIN_PRECISION, (occurring.size - 1).bit_length())
     tables = [(p, frequencies(counts, p)) for p in range(least, MAX_PRECISION + 1)]
@@ -214,7 +215,7 @@ def _varint_lengths(numbers: Ints) -> int:
 
 
 def encode_table(precision: int, freq: Ints) -> bytes:
-    """Precision, then every frequency as a varint; a 0 is followed by how many more 0 follow."""
+    """Precision, then frequencies as varints; a 0 is followed by the number of further 0s."""
     out = bytearray([precision])
     values = freq.tolist()
     at = 0
@@ -231,11 +232,11 @@ def encode_table(precision: int, freq: Ints) -> bytes:
 
 
 def decode_table(data: bytes, tokens: int) -> tuple[int, Ints]:
-    """Read a table of exactly `tokens` frequencies that sum to 2^precision."""
+    """Decode exactly `tokens` frequencies that sum to 2^precision."""
     reader = Reader(data, "table")
     precision = reader.byte()
     if not MIN_PRECISION <= precision <= MAX_PRECISION:
-        raise PayloadError(f"table precision {precision} is outside 6 to 16")
+        raise PayloadError(f"table precision is {precision}; it must be in [6, 16]")
     freq = np.zeros(tokens, np.int64)
     at = 0
     while at < tokens:
@@ -243,12 +244,12 @@ def decode_table(data: bytes, tokens: int) -> tuple[int, Ints]:
         at += 1 if freq[at] else 1 + reader.varint(0, tokens - at - 1)
     reader.finish()
     if freq.sum() != 1 << precision:
-        raise PayloadError(f"table sums to {freq.sum()} instead of {1 << precision}")
+        raise PayloadError(f"table sums to {freq.sum()}, expected {1 << precision}")
     return precision, freq
 
 
 def token_count(symbols: int) -> int:
-    """Number of tokens that so many symbols need."""
+    """Number of tokens for `symbols` symbols."""
     return int(_token(symbols - 1)) + 1
 
 
@@ -257,9 +258,8 @@ def _token(symbol: Whole) -> Whole:
     if symbol < 1 << DIRECT:
         return symbol
     spare = _spare_bits(symbol)
-    return (1 << DIRECT) + ((spare + MANTISSA - DIRECT) << MANTISSA) + (symbol >> spare) - (
-        1 << MANTISSA
-    )  # fmt: skip
+    exponent, leading = spare + MANTISSA - DIRECT, symbol >> spare
+    return (1 << DIRECT) + (exponent << MANTISSA) + leading - (1 << MANTISSA)
 
 
 @compiled
@@ -294,14 +294,14 @@ def _tokenize(symbols: Symbols, tokens: Tokens, out: Bytes) -> int:
 
 
 def detokenize(tokens: Tokens, spare: bytes, symbols: int) -> Symbols:
-    """The symbols again; each must be below `symbols`, and every spare bit used."""
+    """Invert `tokenize`; every symbol must be below `symbols`, and every spare bit used."""
     out = tokens.astype(np.uint32)
     if spare or (tokens.size and tokens.max() >= 1 << DIRECT):
         used = _detokenize(tokens, np.frombuffer(spare, np.uint8), symbols, out)
         if used < 0 or len(spare) != -(-used // 8):
-            raise PayloadError(f"spare bits do not complete levels below {symbols}")
+            raise PayloadError(f"spare bits do not match levels below {symbols}")
         if used % 8 and spare[-1] >> (used % 8):
-            raise PayloadError("the bits that fill the last byte of the spare bits are not zero")
+            raise PayloadError("the spare bits are not padded with zeros")
     return out
 
 
@@ -326,22 +326,20 @@ def _detokenize(tokens: Tokens, spare: Bytes, symbols: int, out: Symbols) -> int
 
 
 def encode_levels(tokens: Tokens, precision: int, freq: Ints) -> bytes:
-    """The rANS code of `tokens`: final state (8 bytes), then 32-bit words, little-endian."""
+    """Encode `tokens`: final state (8 bytes), then 32-bit words, little-endian."""
     words = np.empty(tokens.size // 2 + 2, np.uint32)
-    cumulative = np.cumsum(freq) - freq
-    state, used = _rans_write(
-        tokens, np.uint64(precision), freq.astype(np.uint64), cumulative.astype(np.uint64), words
-    )
+    state, used = _rans_write(tokens, np.uint64(precision), *_wide(freq), words)
     return int(state).to_bytes(STATE_BYTES, "little") + words[:used][::-1].astype("<u4").tobytes()
+
+
+def _wide(freq: Ints) -> tuple[Wide, Wide]:
+    """Frequencies and cumulative frequencies in the type of the state."""
+    return freq.astype(np.uint64), (np.cumsum(freq) - freq).astype(np.uint64)
 
 
 @compiled
 def _rans_write(
-    tokens: Tokens,
-    precision: np.uint64,
-    freq: NDArray[np.uint64],
-    cumulative: NDArray[np.uint64],
-    words: Words,
+    tokens: Tokens, precision: np.uint64, freq: Wide, cumulative: Wide, words: Words
 ) -> tuple[np.uint64, int]:
     state, used = np.uint64(1 << 31), 0
     shift, half = np.uint64(63) - precision, np.uint64(32)
@@ -358,34 +356,23 @@ def _rans_write(
 
 
 def decode_levels(data: bytes, precision: int, freq: Ints, count: int) -> Tokens:
-    """Exactly `count` tokens; every byte must be used and the state end where encoding began."""
+    """Decode exactly `count` tokens; every byte must be used, the last state be the initial one."""
     if len(data) < STATE_BYTES or (len(data) - STATE_BYTES) % 4:
-        raise PayloadError(f"levels have {len(data)} bytes, not 8 and a multiple of 4")
-    state = int.from_bytes(data[:STATE_BYTES], "little")
+        raise PayloadError(f"levels have {len(data)} bytes, expected 8 plus a multiple of 4")
+    state = np.uint64(int.from_bytes(data[:STATE_BYTES], "little"))
     words = np.frombuffer(data, "<u4", offset=STATE_BYTES).astype(np.uint32)
     tokens = np.empty(count, np.uint16)
     slots = np.repeat(np.arange(freq.size, dtype=np.uint16), freq)
-    cumulative = np.cumsum(freq) - freq
-    wide = np.uint64
-    good = _rans_read(
-        wide(state), words, wide(precision), freq.astype(wide), cumulative.astype(wide),
-        slots, tokens,
-    )  # fmt: skip
-    if not good:
+    if not _rans_read(state, words, np.uint64(precision), *_wide(freq), slots, tokens):
         raise PayloadError(f"levels do not decode to {count} tokens")
     return tokens
 
 
 @compiled
 def _rans_read(  # noqa: PLR0917 - a compiled loop takes arrays, not objects
-    state: np.uint64,
-    words: Words,
-    precision: np.uint64,
-    freq: NDArray[np.uint64],
-    cumulative: NDArray[np.uint64],
-    slots: Tokens,
-    tokens: Tokens,
-) -> bool:
+    state: np.uint64, words: Words, precision: np.uint64, freq: Wide, cumulative: Wide,
+    slots: Tokens, tokens: Tokens,
+) -> bool:  # fmt: skip
     low, half, at = np.uint64(1 << 31), np.uint64(32), 0
     window = (np.uint64(1) << precision) - np.uint64(1)
     if state < low or state >> np.uint64(63):
@@ -401,30 +388,3 @@ def _rans_read(  # noqa: PLR0917 - a compiled loop takes arrays, not objects
             state = (state << half) | np.uint64(words[at])
             at += 1
     return at == words.size and state == low
-
-
-def encode_signs(symbols: Symbols, negative: Bytes) -> bytes:
-    """One bit per non-zero symbol, 1 for negative, first bit lowest."""
-    out = np.zeros(symbols.size // 8 + 1, np.uint8)
-    used = _pack_signs(symbols, negative, out)
-    return out[: -(-used // 8)].tobytes()
-
-
-@compiled
-def _pack_signs(symbols: Symbols, negative: Bytes, out: Bytes) -> int:
-    at = 0
-    for i in range(symbols.size):
-        if symbols[i] > 0:
-            out[at >> 3] |= np.uint8(negative[i] << (at & 7))
-            at += 1
-    return at
-
-
-def decode_signs(data: bytes, symbols: Symbols) -> Bytes:
-    """Check that there is exactly one bit per non-zero symbol; the bits stay packed."""
-    count = int(np.count_nonzero(symbols))
-    if len(data) != -(-count // 8):
-        raise PayloadError(f"{count} signs take {-(-count // 8)} bytes, not {len(data)}")
-    if count % 8 and data[-1] >> (count % 8):
-        raise PayloadError("the bits that fill the last byte of the signs are not zero")
-    return np.frombuffer(data, np.uint8)

@@ -1,7 +1,8 @@
-"""The envelope of every payload: magic, version, length, what binds it to its plan, a checksum.
+"""The envelope of every payload and the integers inside it.
 
-Bytes, little-endian: magic (4), version major and minor, total length u32, digest of the binding
-(8), checksum of names and shapes u32, the body, CRC-32 of everything before it.
+Envelope, little-endian: magic (4), version major and minor, total length u32, digest of the binding
+(8), checksum of names and shapes u32, the body, CRC-32 of everything before it. Integers in a body
+are LEB128 varints; `Reader` never reads past the end of its bytes.
 """
 
 from __future__ import annotations
@@ -16,65 +17,135 @@ from anycostfl.errors import DamagedPayloadError, ForeignPayloadError, PayloadEr
 
 MAJOR, MINOR = 1, 0
 MAX_LENGTH = 2**32 - 1
+MAX_VARINT_BYTES = 9
 _HEADER = struct.Struct("<4sBBI8sI")
 _CHECKSUM = struct.Struct("<I")
 OVERHEAD = _HEADER.size + _CHECKSUM.size
+BODY = slice(_HEADER.size, -_CHECKSUM.size)  # where the body is in a payload
 
 
 @dataclass(frozen=True, slots=True)
-class Bond:
-    """What ties a payload to its plan: a digest of the binding, a checksum of names and shapes."""
+class PayloadBinding:
+    """What a payload belongs to: digest of run, round, device and plan; checksum of the shapes."""
 
-    binding: bytes
+    digest: bytes
     shapes: int
 
 
-def bond(binding: bytes, shapes: Mapping[str, Sequence[int]]) -> Bond:
-    """Digest what both sides know. It guards against mix-ups; it does not authenticate."""
+def payload_binding(binding: bytes, shapes: Mapping[str, Sequence[int]]) -> PayloadBinding:
+    """Digest what both sides know. It detects mix-ups; it does not authenticate."""
     text = "\n".join(f"{name}:{[int(n) for n in shapes[name]]}" for name in sorted(shapes))
     digest = blake2s(binding, digest_size=8, person=b"anycost1").digest()
-    return Bond(digest, zlib.crc32(text.encode()))
+    return PayloadBinding(digest, zlib.crc32(text.encode()))
 
 
-def seal(magic: bytes, body: bytes, tie: Bond) -> bytes:
-    """The payload that carries a body."""
+def seal(magic: bytes, body: bytes, binding: PayloadBinding) -> bytes:
+    """Wrap a body into a payload."""
     length = OVERHEAD + len(body)
     if length > MAX_LENGTH:
-        raise PayloadError(f"a payload of {length} bytes is beyond the format's 4 GiB")
-    head = _HEADER.pack(magic, MAJOR, MINOR, length, tie.binding, tie.shapes)
+        raise PayloadError(f"the payload has {length} bytes; the format allows {MAX_LENGTH}")
+    head = _HEADER.pack(magic, MAJOR, MINOR, length, binding.digest, binding.shapes)
     return b"".join((head, body, _CHECKSUM.pack(zlib.crc32(body, zlib.crc32(head)))))
 
 
-def unseal(payload: bytes, magic: bytes, tie: Bond) -> tuple[int, bytes]:
-    """Minor version and body of a payload that is whole and bound to `tie`."""
+def unseal(payload: bytes, magic: bytes, binding: PayloadBinding) -> tuple[int, bytes]:
+    """Return minor version and body of an intact payload that is bound to `binding`."""
     minor, found, body = open_any(payload, magic)
-    if found.binding != tie.binding:
+    if found.digest != binding.digest:
         raise ForeignPayloadError("the payload is bound to another run, round, device or plan")
-    if found.shapes != tie.shapes:
+    if found.shapes != binding.shapes:
         raise ForeignPayloadError("the payload was made for other parameter names or shapes")
     return minor, body
 
 
-def unseal_exact(payload: bytes, magic: bytes, tie: Bond) -> bytes:
-    """Body of a format that a later minor version may change in any way."""
-    minor, body = unseal(payload, magic, tie)
+def open_any(payload: bytes, magic: bytes) -> tuple[int, PayloadBinding, bytes]:
+    """Return minor version, binding and body of an intact payload, whatever it is bound to."""
+    if len(payload) < OVERHEAD:
+        raise PayloadError(f"the payload has {len(payload)} bytes; at least {OVERHEAD} are needed")
+    found, major, minor, length, digest, shapes = _HEADER.unpack_from(payload)
+    if found != magic:
+        raise PayloadError(f"not a payload: it starts with {found!r}, expected {magic!r}")
+    if major != MAJOR:
+        raise PayloadError(f"the payload has format {major}.{minor}, expected {MAJOR}.x")
+    if length != len(payload):
+        raise DamagedPayloadError(f"the payload declares {length} bytes but has {len(payload)}")
+    (checksum,) = _CHECKSUM.unpack_from(payload, length - _CHECKSUM.size)
+    if zlib.crc32(memoryview(payload)[: -_CHECKSUM.size]) != checksum:
+        raise DamagedPayloadError("checksum mismatch: the payload was damaged in transit")
+    return minor, PayloadBinding(digest, shapes), payload[BODY]
+
+
+def unseal_exact(payload: bytes, magic: bytes, binding: PayloadBinding) -> bytes:
+    """Return the body of a format without sections, which has no forward compatibility."""
+    minor, body = unseal(payload, magic, binding)
     if minor > MINOR:
-        raise PayloadError(f"payload of format {MAJOR}.{minor}; this program reads {MAJOR}.{MINOR}")
+        raise PayloadError(f"the payload has format {MAJOR}.{minor}, expected {MAJOR}.{MINOR}")
     return body
 
 
-def open_any(payload: bytes, magic: bytes) -> tuple[int, Bond, bytes]:
-    """Minor version, bond and body of a payload that is whole, whatever it is bound to."""
-    if len(payload) < OVERHEAD:
-        raise PayloadError(f"a payload has at least {OVERHEAD} bytes, this one {len(payload)}")
-    begin, major, minor, length, binding, shapes = _HEADER.unpack_from(payload)
-    if begin != magic:
-        raise PayloadError(f"not a payload: it begins with {begin!r} instead of {magic!r}")
-    if major != MAJOR:
-        raise PayloadError(f"payload of format {major}.{minor}; this program reads {MAJOR}.x")
-    if length != len(payload):
-        raise DamagedPayloadError(f"the payload says {length} bytes and has {len(payload)}")
-    (checksum,) = _CHECKSUM.unpack_from(payload, length - _CHECKSUM.size)
-    if zlib.crc32(memoryview(payload)[: -_CHECKSUM.size]) != checksum:
-        raise DamagedPayloadError("the checksum does not match: the payload was damaged on its way")
-    return minor, Bond(binding, shapes), payload[_HEADER.size : -_CHECKSUM.size]
+def varint(number: int) -> bytes:
+    """Encode with seven bits per byte, lowest first; the high bit marks that more follow."""
+    out = bytearray()
+    while number >= 0x80:
+        out.append(number & 0x7F | 0x80)
+        number >>= 7
+    out.append(number)
+    return bytes(out)
+
+
+class Reader:
+    """Consume bytes from the front; anything missing or malformed is a `PayloadError`."""
+
+    __slots__ = ("_at", "_data", "_what")
+
+    def __init__(self, data: bytes, what: str) -> None:
+        self._data = data
+        self._what = what
+        self._at = 0
+
+    def take(self, count: int) -> bytes:
+        """Return the next `count` bytes."""
+        end = self._at + count
+        if end > len(self._data):
+            left = len(self._data) - self._at
+            raise PayloadError(
+                f"{self._what} ends early: expected {count} bytes at offset {self._at}, got {left}"
+            )
+        taken = self._data[self._at : end]
+        self._at = end
+        return taken
+
+    def byte(self) -> int:
+        """Return the next byte."""
+        return self.take(1)[0]
+
+    def varint(self, least: int, most: int) -> int:
+        """Return the next integer, which must be in its shortest form and in [least, most]."""
+        number = 0
+        for place in range(MAX_VARINT_BYTES):
+            byte = self.byte()
+            number |= (byte & 0x7F) << (7 * place)
+            if byte < 0x80:
+                if place and byte == 0:
+                    raise PayloadError(f"{self._what}: an integer is not in its shortest form")
+                break
+        else:
+            raise PayloadError(f"{self._what}: an integer has more than {MAX_VARINT_BYTES} bytes")
+        if not least <= number <= most:
+            raise PayloadError(f"{self._what}: {number} is outside {least} to {most}")
+        return number
+
+    def rest(self) -> bytes:
+        """Return everything that is left."""
+        return self.take(len(self._data) - self._at)
+
+    @property
+    def empty(self) -> bool:
+        """Whether everything has been read."""
+        return self._at == len(self._data)
+
+    def finish(self) -> None:
+        """Check that nothing is left."""
+        if not self.empty:
+            left = len(self._data) - self._at
+            raise PayloadError(f"{self._what} has {left} unexpected bytes at its end")

@@ -1,12 +1,14 @@
-"""What quantizing costs: bits and squared error of a Laplacian variable, by its mean magnitude.
+"""The cost of quantizing a Laplacian variable: bits and squared error by its mean magnitude.
 
 In units of the step Δ, with x̄ = E|x|: a magnitude is rounded up to the next integer where that
-lowers J = error + λ·bits, λ = `PRICE`·Δ². The tables below say, for a grid of x̄, from which value
-on 1 beats 0, how much later than half-way every next integer begins, the entropy including the
-sign, and the mean squared error that is left.
+lowers J = error + λ·bits, λ = `PRICE`·Δ². The tables below hold, for a grid of x̄, the threshold
+between 0 and 1, the offset of every further threshold, the entropy including the sign, and the mean
+squared error.
 """
 
 from __future__ import annotations
+
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -22,11 +24,11 @@ _LARGEST = np.nextafter(np.float32(1 << MAX_BITS), np.float32(0))  # the next on
 
 
 def _thresholds(mean: float) -> tuple[float, float]:
-    """From where on 1 beats 0, and n + 1 beats n by how much more than n + 1/2."""
+    """Where 1 beats 0, and the part of a step beyond n where n + 1 beats n."""
     slope = np.log2(np.e) / mean  # bits that one more step of magnitude costs
     later = min(0.5 + PRICE / 2 * slope, 0.999)
     first = later
-    for _ in range(20):  # the price of a 1 depends on how rare it is, and that on the threshold
+    for _ in range(20):  # the price of a 1 depends on its rarity, which depends on the threshold
         none, some = -np.expm1(-first / mean), np.exp(-first / mean)
         one = some * -np.expm1(-1 / mean)
         dearer = 1 + np.log2(max(none, 1e-12)) - np.log2(max(one, 1e-300))
@@ -65,28 +67,41 @@ def _second_moment(start: float, end: float, point: float, mean: float) -> float
 _TABLE: Doubles = np.array([_row(mean) for mean in _MEANS])
 _TABLE[0, 2:] = 0.0  # so small that nothing is coded, and nothing is lost by that
 _FIRST, _LATER, _BITS, _ERROR = (np.ascontiguousarray(column) for column in _TABLE.T)
+_COSTS = _BITS, _ERROR
 
 
-def cost(octaves: Doubles, lengths: Doubles, step: float) -> tuple[Doubles, Doubles]:
-    """Bits and squared error of every row.
+@dataclass(frozen=True, slots=True, eq=False)
+class Magnitudes:
+    """Of every run of `SEGMENT` columns of every row: log₂ of the mean, number of columns."""
 
-    A row is segments of so many elements, each with log₂ of its mean magnitude.
-    """
-    bits, error = np.zeros(len(octaves)), np.zeros(len(octaves))
-    _add_up(octaves, lengths, OCTAVES[0] + np.log2(step), _BITS, _ERROR, bits, error)
-    return bits, error * step**2
+    octaves: Doubles
+    lengths: Doubles
+
+    @classmethod
+    def of(cls, matrix: Floats) -> Magnitudes:
+        """Summarize a matrix; the last run of a row may be shorter."""
+        columns = matrix.shape[1]
+        starts = np.arange(0, columns, SEGMENT)
+        lengths = np.minimum(SEGMENT, columns - starts).astype(np.float64)
+        sums = np.add.reduceat(np.abs(matrix), starts, axis=1).astype(np.float64)
+        return cls(np.log2(np.maximum(sums / lengths, 1e-60)), lengths)
+
+    def cost(self, step: float) -> tuple[Doubles, Doubles]:
+        """Bits and squared error of every row."""
+        bits, error = np.zeros(len(self.octaves)), np.zeros(len(self.octaves))
+        _add_up(self.octaves, self.lengths, OCTAVES[0] + np.log2(step), _COSTS, (bits, error))
+        return bits, error * step**2
 
 
 @compiled
-def _add_up(  # noqa: PLR0917 - a compiled loop takes arrays, not objects
+def _add_up(
     octaves: Doubles,
     lengths: Doubles,
     first: float,
-    bits_at: Doubles,
-    error_at: Doubles,
-    bits: Doubles,
-    error: Doubles,
+    costs: tuple[Doubles, Doubles],
+    totals: tuple[Doubles, Doubles],
 ) -> None:
+    (bits_at, error_at), (bits, error) = costs, totals
     for i in range(octaves.shape[0]):
         for j in range(octaves.shape[1]):
             at = min(max(PER_OCTAVE * (octaves[i, j] - first), 0.0), bits_at.size - 1.001)
@@ -96,26 +111,12 @@ def _add_up(  # noqa: PLR0917 - a compiled loop takes arrays, not objects
             error[i] += count * (error_at[low] + part * (error_at[low + 1] - error_at[low]))
 
 
-def segment_octaves(matrix: Floats) -> Doubles:
-    """log₂ of the mean magnitude of every run of `SEGMENT` columns; the last may be shorter."""
-    starts = np.arange(0, matrix.shape[1], SEGMENT)
-    sums = np.add.reduceat(np.abs(matrix), starts, axis=1).astype(np.float64)
-    octaves: Doubles = np.log2(np.maximum(sums / segment_lengths(matrix.shape[1]), 1e-60))
-    return octaves
-
-
-def segment_lengths(columns: int) -> Doubles:
-    """How many columns each run has."""
-    starts = np.arange(0, columns, SEGMENT)
-    return np.minimum(SEGMENT, columns - starts).astype(np.float64)
-
-
-def quantize(matrix: Floats, steps: Floats) -> Integers:
-    """Integers that stand for the rows of `matrix` at one step each."""
+def quantize(matrix: Floats, steps: float | Doubles) -> Integers:
+    """Integers for the rows of `matrix`, at one step for all or one for each."""
+    each = np.broadcast_to(np.asarray(steps, np.float32), len(matrix))
+    scales = (1 / each).astype(np.float32)
     integers = np.empty(matrix.shape, np.int32)
-    _quantize(
-        np.ascontiguousarray(matrix), (1 / steps).astype(np.float32), _FIRST, _LATER, integers
-    )
+    _quantize(np.ascontiguousarray(matrix), scales, _FIRST, _LATER, integers)
     return integers
 
 

@@ -1,9 +1,9 @@
-"""Elements chosen one by one as a payload: where they are, and a small integer for each.
+"""A payload of individually chosen elements: their positions, and a small integer for each.
 
 For methods that pick elements instead of kernels. The body of the frame "ACFS" is, if anything is
-kept: varint number of kept elements, the method's float32 scalars, then length and bytes of the
-mask (Golomb or bitmap, as in the kernel codec), of the table, of the levels and of the spare bits
-(the same integer rANS). Signed integers travel as 0, −1, 1, −2, 2 … → 0, 1, 2, 3, 4 …
+kept: varint number of kept elements, the method's float32 scalars, varint number of tokens, then
+length and bytes of mask, table, levels and spare bits, each coded as in the kernel codec. Signed
+integers are sent as 0, −1, 1, −2, 2 … → 0, 1, 2, 3, 4 …
 """
 
 from __future__ import annotations
@@ -18,24 +18,20 @@ import numpy as np
 
 from anycostfl.codec import entropy
 from anycostfl.codec.arrays import Bools, Doubles, Floats, Integers, Ints, Symbols
-from anycostfl.codec.frame import Bond, seal, unseal_exact
-from anycostfl.codec.varint import Reader, varint
+from anycostfl.codec.budget import Goal, Trial, fullest, search
+from anycostfl.codec.frame import PayloadBinding, Reader, seal, unseal_exact, varint
 from anycostfl.compiled import compiled
 from anycostfl.errors import PayloadError
 
 MAGIC = b"ACFS"
 MAX_SYMBOLS = 2**24
-NEARLY = 0.995  # a payload this full is full
-TRIES = 24
-LARGEST = np.finfo(np.float32).max  # an element rounded up beyond float32 is this
+FILLED, TRIES = 0.995, 24
+LARGEST = np.finfo(np.float32).max  # values rounded up beyond float32 are clamped to it
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Sparse:
-    """Which elements of a flat update are kept, the method's scalars, integers for the kept ones.
-
-    An integer stands for one element, or for a group of them where a method codes them together.
-    """
+    """Kept elements of a flat update, the method's scalars, and an integer per kept group."""
 
     kept: Bools
     scalars: tuple[float, ...]
@@ -43,28 +39,28 @@ class Sparse:
 
     @classmethod
     def nothing(cls, elements: int, scalars: int = 1) -> Self:
-        """An update of which nothing is kept."""
+        """An update with no kept elements."""
         return cls(np.zeros(elements, np.bool_), (0.0,) * scalars, np.empty(0, np.int64))
 
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """What a decoder knows beforehand: elements in all, scalars, and the size of a group."""
+    """What a decoder knows in advance: elements, scalars, and elements coded as one integer."""
 
     elements: int
     scalars: int
     group: int = 1
 
     def integers(self, kept: int) -> int:
-        """How many integers so many kept elements have."""
+        """Number of integers for `kept` elements."""
         return -(-kept // self.group)
 
 
-def pack_sparse(sparse: Sparse, tie: Bond) -> bytes:
-    """The payload; nothing kept makes the empty one."""
+def pack_sparse(sparse: Sparse, binding: PayloadBinding) -> bytes:
+    """Encode; if nothing is kept, the body is empty."""
     kept = int(np.count_nonzero(sparse.kept))
     if not kept:
-        return seal(MAGIC, b"", tie)
+        return seal(MAGIC, b"", binding)
     tokens, spare = entropy.tokenize(zigzag(sparse.integers))
     precision, freq = entropy.best_table(np.bincount(tokens))
     pieces = (
@@ -75,19 +71,19 @@ def pack_sparse(sparse: Sparse, tie: Bond) -> bytes:
     )
     head = varint(kept) + struct.pack(f"<{len(sparse.scalars)}f", *sparse.scalars)
     table = varint(freq.size)
-    return seal(MAGIC, head + table + b"".join(varint(len(p)) + p for p in pieces), tie)
+    return seal(MAGIC, head + table + b"".join(varint(len(p)) + p for p in pieces), binding)
 
 
-def unpack_sparse(payload: bytes, tie: Bond, layout: Layout) -> Sparse:
-    """What was packed; anything malformed, unbound or not finite is a PayloadError."""
-    body = unseal_exact(bytes(payload), MAGIC, tie)
+def unpack_sparse(payload: bytes, binding: PayloadBinding, layout: Layout) -> Sparse:
+    """Decode; anything malformed, foreign or not finite is a PayloadError."""
+    body = unseal_exact(bytes(payload), MAGIC, binding)
     if not body:
         return Sparse.nothing(layout.elements, layout.scalars)
     reader = Reader(body, "payload")
     kept = reader.varint(1, layout.elements)
     scalars = struct.unpack(f"<{layout.scalars}f", reader.take(4 * layout.scalars))
     if not np.isfinite(scalars).all():
-        raise PayloadError(f"the payload's scalars {scalars} are not finite")
+        raise PayloadError(f"scalars {scalars} are not finite")
     tokens = reader.varint(1, entropy.token_count(MAX_SYMBOLS))
     mask, table, levels, spare = (reader.take(reader.varint(0, len(body))) for _ in range(4))
     reader.finish()
@@ -100,12 +96,12 @@ def unpack_sparse(payload: bytes, tie: Bond, layout: Layout) -> Sparse:
 
 
 def zigzag(integers: Ints | Integers) -> Symbols:
-    """Signed to unsigned, small to small."""
+    """Signed to unsigned; small magnitudes stay small."""
     return np.where(integers < 0, -2 * integers - 1, 2 * integers).astype(np.uint32)
 
 
 def unzigzag(symbols: Symbols) -> Integers:
-    """Back again, in the same place."""
+    """Invert `zigzag`, in place."""
     _unzigzag(symbols)
     return symbols.view(np.int32)
 
@@ -118,7 +114,7 @@ def _unzigzag(symbols: Symbols) -> None:
 
 
 def spread(sparse: Sparse, unit: float) -> Floats:
-    """Every kept element is its integer times the unit, the others are 0."""
+    """Kept elements are their integer times `unit`, the others are 0."""
     flat = np.zeros(sparse.kept.size, np.float32)
     integers = sparse.integers.astype(np.int32, copy=False)
     _spread(sparse.kept, integers, np.float32(unit), flat)
@@ -135,10 +131,10 @@ def _spread(kept: Bools, integers: Integers, unit: np.float32, flat: Floats) -> 
 
 
 class Ranked:
-    """Elements ranked by magnitude, finely enough to keep about any number of the largest.
+    """Elements ranked by magnitude, so that about any number of the largest can be kept.
 
     Ranks are the leading bits of a float32, 1/1024 of the magnitude apart: counting them takes one
-    pass, where a sort would take many.
+    pass, much less than a sort.
     """
 
     def __init__(self, flat: Floats) -> None:
@@ -149,14 +145,11 @@ class Ranked:
 
     @property
     def most(self) -> int:
-        """How many can be kept at most."""
+        """Number of non-zero elements."""
         return int(self._at_least[0])
 
     def largest(self, count: int) -> Bools:
-        """All elements of the highest ranks, as many as `count` allows.
-
-        Where the top rank alone has more (ties), the first of it.
-        """
+        """All elements of the highest ranks, at most `count`; of a larger top rank, the first."""
         if not count or not self.most:
             return np.zeros(self._rank.size, np.bool_)
         enough = np.flatnonzero(self._at_least <= count)
@@ -169,43 +162,42 @@ class Ranked:
 
 
 def fill(budget: int, start: float, most: int, encode: Callable[[int], bytes]) -> bytes:
-    """The fullest payload within the budget; `encode` makes larger ones of larger numbers.
+    """The fullest payload within the budget; `encode` makes larger ones from larger numbers."""
+    first = min(most, max(1, int(start)))
+    goal = Goal(budget, FILLED, TRIES)
+    found = search(encode, _PowerLaw(budget, most), range(1, most + 1), first, goal)
+    return fullest(found) or encode(0)
 
-    Sizes grow about like a power of the number, so the search follows that power through the last
-    two tries. Where that leads nowhere new, it halves the interval, or goes on by one if no number
-    was too large yet.
-    """
-    best, low, high = encode(0), 0, most + 1
-    guess, power = min(most, max(1, int(start))), 1.0
-    before: tuple[int, int] | None = None
-    for _ in range(TRIES):
-        if not low < guess < high:
-            break
-        payload = encode(guess)
-        size = len(payload)
-        if size <= budget:
-            best, low = max(best, payload, key=len), guess
-            if size >= NEARLY * budget:
-                break
-        else:
-            high = guess
-        if before is not None and before[1] != size:
-            slope = log(size / before[1]) / log(guess / before[0])
-            power = min(max(slope, 0.25), 4.0)
-        before = guess, size
-        aim = int(guess * (0.998 * budget / size) ** (1 / power))
-        if not low < aim < high:
-            aim = (low + high) // 2 if high <= most else min(max(aim, low + 1), most)
-        guess = aim
-    return best
+
+class _PowerLaw:
+    """Propose numbers as if sizes were a power of the number, fitted to the last two trials."""
+
+    def __init__(self, budget: int, most: int) -> None:
+        self.budget = budget
+        self.most = most
+        self.power = 1.0
+        self.before: Trial | None = None
+
+    def __call__(self, trial: Trial) -> int:
+        """The number whose payload should just fit, or one that narrows the bracket."""
+        before, self.before = self.before, trial
+        if before is not None and before.size != trial.size:
+            slope = log(trial.size / before.size) / log(trial.number / before.number)
+            self.power = min(max(slope, 0.25), 4.0)
+        aim = int(trial.number * (0.998 * self.budget / trial.size) ** (1 / self.power))
+        if trial.fits < aim < trial.fails:
+            return aim
+        if trial.fails <= self.most:
+            return (trial.fits + trial.fails) // 2
+        return min(max(aim, trial.fits + 1), self.most)
 
 
 def draw(values: Floats | Doubles, chance: Floats) -> Ints:
-    """Round each value up or down by chance, uniform in [0, 1): its expectation is itself."""
+    """Round up or down at random without bias; `chance` is uniform in [0, 1)."""
     below = np.floor(values)
     return below.astype(np.int64) + (chance < values - below)
 
 
 def chances(seed: int, count: int) -> Floats:
-    """Uniform numbers in [0, 1) to draw with."""
+    """Uniform random numbers in [0, 1)."""
     return np.random.default_rng(seed).random(count, np.float32)

@@ -1,10 +1,10 @@
-"""Convolutions by frequency: neighbouring places of a kernel see nearly the same inputs.
+"""Convolutions by frequency: neighbouring weights of a kernel see nearly the same inputs.
 
-So their updates are alike, and the cosine transform of every k×k kernel gathers what they have in
-common in its low frequencies. It is orthonormal: an error there is the same error in the kernel.
-The layout of a convolution (out, in, height, width) is (frequency, out, in), that of any other
-tensor a matrix: its rows, or one row for a vector. So is that of four dimensions whose "kernels"
-are large: a table of positions, say. The transform would take their size squared.
+Their updates are therefore alike, and the cosine transform of every k×k kernel concentrates what
+they have in common in its low frequencies. It is orthonormal: errors keep their size. The layout of
+a convolution (out, in, height, width) is (frequency, out, in). Any other tensor is a matrix of its
+rows, a vector one row; so are four dimensions whose "kernels" are large, such as a position table,
+because the transform takes the square of their size.
 """
 
 from __future__ import annotations
@@ -19,18 +19,18 @@ import torch
 from anycostfl.codec.arrays import Doubles, Floats
 from anycostfl.compiled import compiled
 
-LARGEST_KERNEL = 256  # places, height times width
+LARGEST_KERNEL = 256  # height times width
 
 
 def layout_of(shape: Sequence[int]) -> tuple[int, ...]:
-    """The dimensions in which a tensor is coded."""
+    """The shape in which a tensor is coded."""
     if len(shape) == 4 and 1 < shape[2] * shape[3] <= LARGEST_KERNEL and min(shape) > 0:
         return shape[2] * shape[3], shape[0], shape[1]
     return (shape[0], prod(shape[1:])) if len(shape) > 1 else (1, prod(shape))
 
 
-def lay_out(values: Floats) -> Floats:
-    """A tensor in its layout."""
+def to_spectrum(values: Floats) -> Floats:
+    """Bring a tensor into its layout."""
     layout = layout_of(values.shape)
     if len(layout) == 2:
         return values.reshape(layout)
@@ -40,17 +40,17 @@ def lay_out(values: Floats) -> Floats:
     return spectrum
 
 
-def restore(flat: Floats, shape: Sequence[int]) -> None:
-    """Turn the elements of a layout into those of the tensor, in place."""
+def from_spectrum(flat: Floats, shape: Sequence[int]) -> None:
+    """Transform the elements of a layout back to those of the tensor, in place."""
     layout = layout_of(shape)
     if len(layout) == 3:
         height, width = shape[2:]
-        _restore(flat.reshape(layout[0], -1).copy(), _waves(height, width), flat)
+        _invert(flat.reshape(layout[0], -1).copy(), _waves(height, width), flat)
 
 
 @compiled
-def _restore(spectrum: Floats, waves: Floats, flat: Floats) -> None:
-    """Every sum in the order of the frequencies: the same bits on every machine."""
+def _invert(spectrum: Floats, waves: Floats, flat: Floats) -> None:
+    """Add up in the order of the frequencies: the same bits on every machine."""
     count = waves.shape[0]
     for kernel in range(spectrum.shape[1]):
         for place in range(count):
@@ -62,7 +62,7 @@ def _restore(spectrum: Floats, waves: Floats, flat: Floats) -> None:
 
 @lru_cache(maxsize=32)
 def _waves(height: int, width: int) -> Floats:
-    """(frequency, place), in multiples of 2⁻²⁴: a float32 has them all, and 0 is 0 everywhere."""
+    """(frequency, place) in multiples of 2⁻²⁴: exact in float32, and 0 is 0 on every machine."""
     exact = np.kron(_cosines(height), _cosines(width))
     waves: Floats = (np.rint(exact * 2.0**24) * 2.0**-24).astype(np.float32)
     return waves

@@ -7,13 +7,14 @@ remembers anything: what a device keeps from round to round is the residual of `
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from types import ModuleType
 
 from torch import nn
 
 from anycostfl.checks import FloatArray
+from anycostfl.codec import Shapes, Upload
 from anycostfl.errors import UnknownNameError
 from anycostfl.planning.cost import Devices, Workload
 from anycostfl.planning.strategy import Limits, Strategies
@@ -21,25 +22,6 @@ from anycostfl.registry import load_file, modules_in, own_folders, unknown
 from anycostfl.state import State, Update
 
 __path__ = [*__path__, *own_folders("methods")]
-
-Shapes = Mapping[str, Sequence[int]]
-
-
-@dataclass(frozen=True, slots=True)
-class Upload:
-    """What a device must know to encode its update.
-
-    The server issues it and decodes with it. `beta` is relative to 32 bits for each element of the
-    update itself; `seed` is for everything the method draws; `binding` ties the payload to run,
-    round, device and plan; `blocks` says how many consecutive inputs one channel owns; `codec` is
-    for methods without a coding of their own.
-    """
-
-    beta: float
-    seed: int
-    binding: bytes
-    blocks: Mapping[str, int] = field(default_factory=dict)
-    codec: str = "kernel"
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +39,7 @@ class Method:
     codec, feedback, momentum: what updates are coded with, if the method has no coding of its own,
         whether error feedback is part of it, and the server's momentum; the configuration may ask
         otherwise.
-    takes_upload_ratio: whether αβ can be given it by `[rates]`; not where its plan decides.
+    takes_upload_ratio: whether αβ can be set by `[upload_ratio]`; not where its plan decides.
     """
 
     summary: str

@@ -10,11 +10,10 @@ from collections.abc import Callable
 import numpy as np
 
 from anycostfl.checks import FloatArray
-from anycostfl.codec import byte_budget, compress, decompress
+from anycostfl.codec import Shapes, Upload, byte_budget, decompress, dense_update, flatten
 from anycostfl.codec.arrays import Floats
 from anycostfl.codec.dense import pack_dense, unpack_dense
-from anycostfl.codec.flat import all_of, flatten
-from anycostfl.codec.frame import Bond, bond
+from anycostfl.codec.frame import PayloadBinding, payload_binding
 from anycostfl.codec.sparse import (
     Layout,
     Ranked,
@@ -24,7 +23,7 @@ from anycostfl.codec.sparse import (
     spread,
     unpack_sparse,
 )
-from anycostfl.methods import Shapes, Upload, elements
+from anycostfl.methods import elements
 from anycostfl.planning.cost import Devices, Workload
 from anycostfl.planning.planner import fixed_strategies
 from anycostfl.planning.strategy import Limits, Strategies
@@ -57,18 +56,6 @@ def weigh_by_samples(alpha: FloatArray, beta: FloatArray, samples: FloatArray) -
     return shares
 
 
-def encode_with_codec(update: State, upload: Upload) -> bytes:
-    """Flexible gradient compression (Sec. III-C), or another codec that is asked for."""
-    return compress(
-        update,
-        upload.beta,
-        seed=upload.seed,
-        codec=upload.codec,
-        blocks=upload.blocks,
-        binding=upload.binding,
-    )
-
-
 def decode_unmasked(payload: bytes, shapes: Shapes, upload: Upload) -> Update:
     """The quantized update; elements that were not sent count as zero."""
     return with_full_mask(decompress(payload, shapes, binding=upload.binding))
@@ -84,9 +71,9 @@ def decode_dense(payload: bytes, shapes: Shapes, upload: Upload) -> Update:
     return unpack_dense(payload, shapes, upload.binding)
 
 
-def bond_of(update: State, upload: Upload) -> Bond:
-    """What the payload of an update is tied to."""
-    return bond(upload.binding, {name: tensor.shape for name, tensor in update.items()})
+def binding_of(update: State, upload: Upload) -> PayloadBinding:
+    """What the payload of an update is bound to."""
+    return payload_binding(upload.binding, {name: tensor.shape for name, tensor in update.items()})
 
 
 def encode_largest(
@@ -97,19 +84,19 @@ def encode_largest(
     per_byte: float,
 ) -> bytes:
     """As many of the largest elements as the rate pays for; `per_byte` is a first guess."""
-    flat, tie = flatten(update), bond_of(update, upload)
+    flat, binding = flatten(update), binding_of(update, upload)
     ranked = Ranked(flat)
     budget = byte_budget(upload.beta, flat.size)
     return fill(
         budget,
         per_byte * budget,
         ranked.most,
-        lambda count: pack_sparse(quantize(flat, ranked, count), tie),
+        lambda count: pack_sparse(quantize(flat, ranked, count), binding),
     )
 
 
 def decode_levels(payload: bytes, shapes: Shapes, upload: Upload) -> Update:
     """Levels times the scalar; elements that were not sent count as zero."""
     layout = Layout(elements(shapes), scalars=1)
-    sparse = unpack_sparse(payload, bond(upload.binding, shapes), layout)
-    return all_of(spread(sparse, *sparse.scalars), shapes)
+    sparse = unpack_sparse(payload, payload_binding(upload.binding, shapes), layout)
+    return dense_update(spread(sparse, *sparse.scalars), shapes)

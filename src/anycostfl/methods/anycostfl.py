@@ -11,39 +11,25 @@ from dataclasses import replace
 
 import numpy as np
 
-from anycostfl.checks import FloatArray
-from anycostfl.codec import decompress
-from anycostfl.methods import Method, Shapes, Upload
+from anycostfl.codec import decode, encode
+from anycostfl.methods import Method
 from anycostfl.methods._common import (
     decode_dense,
     decode_unmasked,
     encode_dense,
-    encode_with_codec,
     weigh_by_samples,
 )
 from anycostfl.planning.cost import Devices, Workload
 from anycostfl.planning.planner import fixed_strategies, plan_strategies
 from anycostfl.planning.strategy import Limits, Strategies
 from anycostfl.planning.theory import optimal_weights
-from anycostfl.state import Update
-
-
-def decode(payload: bytes, shapes: Shapes, upload: Upload) -> Update:
-    """The quantized update and its mask."""
-    return decompress(payload, shapes, binding=upload.binding)
-
-
-def weigh(alpha: FloatArray, beta: FloatArray, samples: FloatArray) -> FloatArray:
-    """Theorem 1."""
-    return optimal_weights(alpha, beta, samples=samples)
-
 
 METHOD = Method(
     summary="AnycostFL: sub-models, compressed kernels and clocks planned under budgets",
     plan=plan_strategies,
-    encode=encode_with_codec,
+    encode=encode,
     decode=decode,
-    weigh=weigh,
+    weigh=optimal_weights,
     sorts_channels=True,
     takes_upload_ratio=False,
 )

@@ -21,12 +21,11 @@ from __future__ import annotations
 import numpy as np
 
 from anycostfl.checks import FloatArray
-from anycostfl.codec import byte_budget
+from anycostfl.codec import Upload, byte_budget, flatten
 from anycostfl.codec.arrays import Floats
-from anycostfl.codec.flat import flatten
 from anycostfl.codec.sparse import Sparse, chances, draw, fill, pack_sparse
-from anycostfl.methods import Method, Upload
-from anycostfl.methods._common import average, bond_of, decode_levels
+from anycostfl.methods import Method
+from anycostfl.methods._common import average, binding_of, decode_levels
 from anycostfl.planning.cost import Devices, Workload
 from anycostfl.planning.planner import fixed_strategies
 from anycostfl.planning.strategy import Limits, Strategies
@@ -47,11 +46,11 @@ def plan(devices: Devices, workload: Workload, limits: Limits) -> Strategies:
 
 def encode(update: State, upload: Upload) -> bytes:
     """As many levels as the rate pays for, or a fraction of one."""
-    flat, tie = flatten(update), bond_of(update, upload)
+    flat, binding = flatten(update), binding_of(update, upload)
     chance = chances(upload.seed, flat.size)
 
     def payload_of(count: int) -> bytes:
-        return pack_sparse(quantize(flat, count / FINENESS, chance), tie)
+        return pack_sparse(quantize(flat, count / FINENESS, chance), binding)
 
     budget = byte_budget(upload.beta, flat.size)
     # About three elements that are not drawn as zero fit into two bytes.

@@ -24,11 +24,11 @@ from typing import cast
 import numpy as np
 from torch import Tensor, nn
 
+from anycostfl.codec import encode
 from anycostfl.methods import Method
 from anycostfl.methods._common import (
     average,
     decode_unmasked,
-    encode_with_codec,
     weigh_by_samples,
 )
 from anycostfl.planning import cost
@@ -70,7 +70,7 @@ def _scale(factor: float, layer: nn.Module, _inputs: object, output: Tensor) -> 
 METHOD = Method(
     summary="HeteroFL: nested widths by computing capacity, averaged where they overlap",
     plan=plan,
-    encode=encode_with_codec,
+    encode=encode,
     decode=decode_unmasked,
     weigh=weigh_by_samples,
     sorts_channels=False,

@@ -18,9 +18,10 @@ from functools import partial
 
 import numpy as np
 
+from anycostfl.codec import Upload
 from anycostfl.codec.arrays import Floats
 from anycostfl.codec.sparse import Ranked, Sparse, chances, draw
-from anycostfl.methods import Method, Upload
+from anycostfl.methods import Method
 from anycostfl.methods._common import (
     decode_levels,
     encode_largest,

@@ -18,13 +18,12 @@ from itertools import accumulate
 
 import numpy as np
 
-from anycostfl.codec import byte_budget
+from anycostfl.codec import Shapes, Upload, byte_budget, dense_update, flatten
 from anycostfl.codec.arrays import Floats
-from anycostfl.codec.flat import all_of, flatten
-from anycostfl.codec.frame import bond
+from anycostfl.codec.frame import payload_binding
 from anycostfl.codec.sparse import Layout, Ranked, Sparse, fill, pack_sparse, spread, unpack_sparse
-from anycostfl.methods import Method, Shapes, Upload, elements
-from anycostfl.methods._common import bond_of, full_width_at, weigh_by_samples
+from anycostfl.methods import Method, elements
+from anycostfl.methods._common import binding_of, full_width_at, weigh_by_samples
 from anycostfl.state import State, Update
 
 RATE = 1 / 43  # of S, recovered from the paper's table
@@ -32,7 +31,7 @@ RATE = 1 / 43  # of S, recovered from the paper's table
 
 def encode(update: State, upload: Upload) -> bytes:
     """Sparse ternary compression, of as large a share as the rate pays for."""
-    flat, tie = flatten(update), bond_of(update, upload)
+    flat, binding = flatten(update), binding_of(update, upload)
     places = places_of({name: tensor.shape for name, tensor in update.items()})
     ranked = [Ranked(flat[place]) for place in places]
     budget = byte_budget(upload.beta, flat.size)
@@ -40,7 +39,9 @@ def encode(update: State, upload: Upload) -> bytes:
         budget,
         1.5 * budget,
         flat.size,
-        lambda count: pack_sparse(ternary(flat, places, ranked, count / max(flat.size, 1)), tie),
+        lambda count: pack_sparse(
+            ternary(flat, places, ranked, count / max(flat.size, 1)), binding
+        ),
     )
 
 
@@ -65,14 +66,14 @@ def ternary(
 def decode(payload: bytes, shapes: Shapes, upload: Upload) -> Update:
     """The ternary update."""
     layout = Layout(elements(shapes), scalars=len(shapes))
-    sparse = unpack_sparse(payload, bond(upload.binding, shapes), layout)
+    sparse = unpack_sparse(payload, payload_binding(upload.binding, shapes), layout)
     signs = sparse.integers  # 0 and −1 become 1 and −1, in their place
     np.right_shift(signs, 31, out=signs)
     np.bitwise_or(signs, 1, out=signs)
     flat = spread(sparse, unit=1.0)
     for place, mean in zip(places_of(shapes), sparse.scalars, strict=True):
         flat[place] *= np.float32(mean)
-    return all_of(flat, shapes)
+    return dense_update(flat, shapes)
 
 
 METHOD = Method(

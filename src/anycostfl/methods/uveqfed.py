@@ -17,9 +17,9 @@ from functools import partial
 
 import numpy as np
 
+from anycostfl.codec import Shapes, Upload, dense_update
 from anycostfl.codec.arrays import Doubles, Floats, Integers, Ints
-from anycostfl.codec.flat import all_of
-from anycostfl.codec.frame import bond
+from anycostfl.codec.frame import payload_binding
 from anycostfl.codec.sparse import (
     LARGEST,
     Layout,
@@ -29,7 +29,7 @@ from anycostfl.codec.sparse import (
     unzigzag,
     zigzag,
 )
-from anycostfl.methods import Method, Shapes, Upload, elements
+from anycostfl.methods import Method, elements
 from anycostfl.methods._common import encode_largest, full_width_at, weigh_by_samples
 from anycostfl.state import State, Update
 
@@ -113,8 +113,8 @@ def dequantize(sparse: Sparse, seed: int) -> Floats:
 def decode(payload: bytes, shapes: Shapes, upload: Upload) -> Update:
     """The quantized update; elements that were not sent count as zero."""
     layout = Layout(elements(shapes), scalars=1, group=2)
-    sparse = unpack_sparse(payload, bond(upload.binding, shapes), layout)
-    return all_of(dequantize(sparse, upload.seed), shapes)
+    sparse = unpack_sparse(payload, payload_binding(upload.binding, shapes), layout)
+    return dense_update(dequantize(sparse, upload.seed), shapes)
 
 
 METHOD = Method(

@@ -11,13 +11,13 @@ import torch
 from torch import Tensor
 
 from anycostfl.checks import Interval
+from anycostfl.codec import Upload
 from anycostfl.config import Data
 from anycostfl.config.loading import checked
 from anycostfl.data import Scale
 from anycostfl.device import Training
 from anycostfl.errors import AnycostError, ConfigError
 from anycostfl.experiment import Experiment
-from anycostfl.methods import Upload
 from anycostfl.planning.cost import Devices, make_devices
 from anycostfl.planning.draw import FleetSpec
 from anycostfl.server.downlink import Step
