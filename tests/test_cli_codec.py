@@ -79,7 +79,7 @@ def test_sweep_without_matplotlib_says_what_to_install(
         (["TEXT"], "is not a safetensors file"),
         (["missing"], "no file"),
         (["FILE", "--block", "49"], "NAME=N"),
-        (["FILE", "--block", "foo=9"], "there is no foo; there are fc.weight"),
+        (["FILE", "--block", "foo=9"], "no foo; there are fc.weight"),
         (["FILE", "--beta", "0"], "must be in (0, 1]"),
         (["FILE", "--beta", "0.1", "--sweep", "/dev/null/x.png"], "figure: given"),
     ],

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from anycostfl.aggregate import Contribution, optimal_weights
     from anycostfl.codec import compress, decompress
     from anycostfl.config import load_preset
-    from anycostfl.elastic_file import load_elastic, save_elastic
+    from anycostfl.export.elastic_file import load_elastic, save_elastic
     from anycostfl.planner import plan_strategies
     from anycostfl.shrink import ElasticModel, SubModel, WidthPlan, recalibrate
     from anycostfl.simulate import run
@@ -37,7 +37,7 @@ else:
         "aggregate": ("Contribution", "optimal_weights"),
         "codec": ("compress", "decompress"),
         "config": ("load_preset",),
-        "elastic_file": ("load_elastic", "save_elastic"),
+        "export.elastic_file": ("load_elastic", "save_elastic"),
         "planner": ("plan_strategies",),
         "shrink": ("ElasticModel", "SubModel", "WidthPlan", "recalibrate"),
         "simulate": ("run",),
