@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -18,6 +19,7 @@ Overrides = Annotated[
     list[str] | None,
     typer.Option("--set", metavar="SECTION.KEY=VALUE", help="Override a key; may be repeated"),
 ]
+Plot = Annotated[Path | None, typer.Option("--plot", help="Also draw a figure into this file")]
 
 
 def parse_address(text: str, option: str) -> tuple[str, int]:

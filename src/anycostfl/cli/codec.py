@@ -31,9 +31,7 @@ def codec(
         list[str] | None,
         typer.Option(help="NAME=N: N consecutive inputs of this weight belong to one channel"),
     ] = None,
-    sweep: Annotated[
-        Path | None, typer.Option(help="Also plot error against bytes into this image")
-    ] = None,
+    sweep: Annotated[Path | None, typer.Option(help="Also plot error over bytes here")] = None,
     as_json: Json = False,
 ) -> None:
     """Compress one update, decode it, and show size, error, time and where the bytes went."""

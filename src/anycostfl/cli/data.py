@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-from typing import Annotated
-
 import numpy as np
-import typer
 
 from anycostfl.cli._console import Json, emit_json, out, say, table
-from anycostfl.cli._options import Overrides, Preset
+from anycostfl.cli._options import Overrides, Plot, Preset
 from anycostfl.config import load_preset
 from anycostfl.experiment import load_data
 from anycostfl.report.figures import draw_partition
@@ -18,9 +14,7 @@ from anycostfl.report.figures import draw_partition
 def data(
     preset: Preset = "demo",
     set_: Overrides = None,
-    plot: Annotated[
-        Path | None, typer.Option(help="Plot samples per device and class into this file")
-    ] = None,
+    plot: Plot = None,
     json: Json = False,
 ) -> None:
     """Show the dataset of a preset and how it is split over the fleet."""

@@ -12,17 +12,10 @@ import typer
 
 from anycostfl.cli._console import Json, emit_json, err, note, out, say, table
 from anycostfl.errors import ConfigError
+from anycostfl.export import cut, least_alpha, open_trained, widths
 from anycostfl.export.formats import FORMATS, write, write_elastic
-from anycostfl.export.trained import TrainedModel, cut, least_alpha, open_trained
-from anycostfl.export.widths import (
-    Width,
-    measure_latency_ms,
-    measure_widths,
-    parse_limit,
-    save_widths,
-    widest,
-    width_of_file,
-)
+from anycostfl.export.trained import TrainedModel
+from anycostfl.export.widths import Width
 
 TABLE_ALPHAS = (1.0, 0.875, 0.75, 0.625, 0.5, 0.375, 0.25)
 COLUMNS = (">α", ">accuracy", ">parameters", ">MFLOP", ">kB", ">ms")
@@ -32,21 +25,20 @@ CHOICES = click.Choice([*FORMATS, "elastic"])
 def export(
     run: Annotated[Path, typer.Argument(help="A run directory")],
     alpha: Annotated[
-        list[float] | None, typer.Option(help="Width factor, in (0, 1]; may be repeated")
+        list[float] | None, typer.Option(help="Width, 0 < α ≤ 1; may be repeated")
     ] = None,
     fit: Annotated[str, typer.Option(help="The widest within 3ms, 2MB or 50MFLOP")] = "",
     format_: Annotated[
         str, typer.Option("--format", click_type=CHOICES, help="elastic: all widths in one file")
     ] = "onnx",
     out_file: Annotated[Path | None, typer.Option("--out", help="File to write")] = None,
-    table_: Annotated[
-        bool, typer.Option("--table", help="Measure several widths; also writes RUN/widths.json")
-    ] = False,
+    table_: Annotated[bool, typer.Option("--table", help="Measure several widths")] = False,
     json: Json = False,
 ) -> None:
     """Cut the model of a run to any width and write it for a device, checked against PyTorch.
 
     Latency is that of one sample on one thread of this machine: run it on the target device.
+    `--table` also writes RUN/widths.json, which the report shows.
     """
     _check_options(alpha or [], fit, format_, out_file, table_=table_)
     trained = open_trained(run)
@@ -57,13 +49,13 @@ def export(
         _warn_untrained(trained, alpha or ())
         _measure(trained, run, alpha or _table_alphas(trained), json)
     else:
-        fitted = widest(trained, parse_limit(fit), format_) if fit else None
+        fitted = widths.widest(trained, widths.parse_limit(fit), format_) if fit else None
         chosen = [fitted.alpha] if fitted else alpha or []
         _warn_untrained(trained, chosen)
         suffix = FORMATS[format_].suffix
         names = {a: run / f"{_model(trained)}-alpha-{a:.4g}{suffix}" for a in chosen}
         files = {a: out_file or name for a, name in names.items()}
-        _export_widths(trained, files, format_, fitted.latency_ms if fitted else None, json)
+        _export_widths(trained, files, format_, fitted, json)
 
 
 def _model(trained: TrainedModel) -> str:
@@ -75,7 +67,7 @@ def _check_options(
 ) -> None:
     problems = [f"--alpha: given {a:g}, must be in (0, 1]" for a in alpha if not 0 < a <= 1]
     if fit:
-        parse_limit(fit)
+        widths.parse_limit(fit)
     if format_ == "elastic" and (alpha or fit or table_):
         problems.append("--format elastic contains all widths: no --alpha, --fit or --table")
     elif alpha and fit:
@@ -122,21 +114,17 @@ def _export_elastic(trained: TrainedModel, path: Path, json: bool) -> None:
 
 
 def _export_widths(
-    trained: TrainedModel,
-    files: dict[float, Path],
-    format_: str,
-    latency_ms: float | None,
-    json: bool,
+    trained: TrainedModel, files: dict[float, Path], format_: str, fitted: Width | None, json: bool
 ) -> None:
-    """Write, check and show every file; `latency_ms` is given if it was measured before."""
+    """Write, check and show every file; a latency that fitted is not measured again."""
     rows: list[dict[str, object]] = []
     for alpha, path in files.items():
         sub = cut(trained, alpha)
         difference = write(trained, sub, path, format_)
-        measured = latency_ms
-        if format_ == "onnx" and measured is None:
-            measured = measure_latency_ms([path], trained.example(1))[0]
-        width = replace(width_of_file(trained, sub, path), latency_ms=measured)
+        latency_ms = fitted.latency_ms if fitted else None
+        if format_ == "onnx" and latency_ms is None:
+            [latency_ms] = widths.measure_latency_ms([path], trained.example(1))
+        width = replace(widths.width_of_file(trained, sub, path), latency_ms=latency_ms)
         rows.append({"file": str(path), "difference": difference, **asdict(width)})
         if not json:
             say(f"{path}: differs from PyTorch by at most {difference:.1e}")
@@ -150,19 +138,19 @@ def _measure(trained: TrainedModel, run: Path, alphas: Sequence[float], json: bo
         if not json:
             err.print(f"measuring α = {alpha:g} …")
 
-    widths = measure_widths(trained, alphas, on_start)
-    path = save_widths(run, widths)
+    measured = widths.measure_widths(trained, alphas, on_start)
+    path = widths.save_widths(run, measured)
     if json:
-        emit_json({"widths": [asdict(width) for width in widths]})
+        emit_json({"widths": [asdict(width) for width in measured]})
         return
     say(f"{_model(trained)} after {trained.rounds} rounds; ONNX, one sample, one thread:")
-    _show(widths)
+    _show(measured)
     say(f"Also in {path}")
 
 
-def _show(widths: Sequence[Width]) -> None:
+def _show(measured: Sequence[Width]) -> None:
     """A table without the columns that were not measured."""
-    columns = zip(COLUMNS, *map(_cells, widths), strict=True)
+    columns = zip(COLUMNS, *map(_cells, measured), strict=True)
     titles, *rows = zip(*(column for column in columns if column[1]), strict=True)
     out.print(table("", titles, rows))
 

@@ -23,15 +23,10 @@ GROUP_COLUMNS = ("group", ">channels", ">width", ">parameters", ">kFLOP", "also 
 
 
 def inspect(
-    model: Annotated[
-        str,
-        typer.Option(help=f"One of {', '.join(models.names())}, or package.module:make"),
-    ],
+    model: Annotated[str, typer.Option(help=f"{', '.join(models.names())} or package.module:make")],
     alpha: Annotated[float, typer.Option(help="Shrinking factor, in (0, 1]")] = 0.25,
     rule: Annotated[str, typer.Option(help="Widths: sqrt (the paper), fast, even")] = "sqrt",
-    shape: Annotated[
-        str, typer.Option("--input", help="Shape of one sample of a custom model: 3,32,32")
-    ] = "",
+    shape: Annotated[str, typer.Option("--input", help="Shape of one sample: 3,32,32")] = "",
     json: Json = False,
 ) -> None:
     """Show which channels of a model shrink together and what a sub-model of factor ALPHA costs."""

@@ -14,9 +14,7 @@ from anycostfl.errors import ConfigError
 
 def keys(
     devices: Annotated[list[str] | None, typer.Argument(help="Names of devices")] = None,
-    host: Annotated[
-        list[str] | None, typer.Option(help="Name or address of the server, as devices reach it")
-    ] = None,
+    host: Annotated[list[str] | None, typer.Option(help="Name or address of the server")] = None,
     folder: Annotated[Path, typer.Option("--out", help="Folder of the keys")] = Path("keys"),
     json: Json = False,
 ) -> None:
@@ -33,25 +31,16 @@ def keys(
     except OSError as error:
         raise ConfigError([f"--out: given {folder}, but {error}"]) from error
     known = KeyFolder(folder)
+    hosts, registered = names_of(known.certificate), known.registered()
     if json:
-        emit_json(
-            {
-                "made": [str(path) for path in made],
-                "server_names": names_of(known.certificate),
-                "devices": list(known.registered()),
-            }
-        )
+        paths = [str(path) for path in made]
+        emit_json({"made": paths, "server_names": hosts, "devices": list(registered)})
         return
-    rows = [
-        ("server", "ca.crt, server.crt, server.key, devices/*.pub",
-         ", ".join(names_of(known.certificate))),
-        *(
-            (name, f"ca.crt, devices/{name}", "new" if path in made else "")
-            for name, path in known.registered().items()
-        ),
-    ]  # fmt: skip
+    rows = [("server", "ca.crt, server.crt, server.key, devices/*.pub", ", ".join(hosts))]
+    for name, path in registered.items():
+        rows.append((name, f"ca.crt, devices/{name}", "new" if path in made else ""))
     out.print(table(f"keys in {folder}", ("who", "gets", ""), rows))
-    if set(names_of(known.certificate)) <= set(ALWAYS):
+    if set(hosts) <= set(ALWAYS):
         note("only this machine can reach the server; for others, give its address with --host")
     elif known.certificate in made and known.certificate_key not in made:
         say(

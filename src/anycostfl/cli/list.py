@@ -23,9 +23,7 @@ KINDS = click.Choice([*USAGE])
 
 
 def list(  # noqa: A001 (what users type)
-    kind: Annotated[
-        str | None, typer.Argument(click_type=KINDS, help="Which names; default: all")
-    ] = None,
+    kind: Annotated[str | None, typer.Argument(click_type=KINDS, help="Default: all")] = None,
     json: Json = False,
 ) -> None:
     """List presets, methods, models and device profiles, including your own."""

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import asdict, replace
-from pathlib import Path
 from typing import Annotated, Any
 
 import numpy as np
@@ -16,7 +15,7 @@ import typer
 
 from anycostfl import config, fleet, methods, planner
 from anycostfl.cli._console import Json, emit_json, out, say, table
-from anycostfl.cli._options import PRESETS, PROFILES, Overrides
+from anycostfl.cli._options import PRESETS, PROFILES, Overrides, Plot
 from anycostfl.cli._plan_plots import Planned, draw_cohort, draw_what_if
 from anycostfl.types import Binds, Reason
 
@@ -30,20 +29,16 @@ def plan(
     preset: Annotated[str | None, typer.Argument(help=f"{PRESETS}; default: {DEFAULT}")] = None,
     *,
     preset_too: Annotated[str | None, typer.Option("--preset", help="The same, by name")] = None,
-    round_: Annotated[
-        int | None, typer.Option("--round", min=0, help="Round to plan; default: the first")
-    ] = None,
+    round_: Annotated[int | None, typer.Option("--round", min=0, help="Round; default: 0")] = None,
     seed: Annotated[int | None, typer.Option(min=0, help="Overrides the preset's seed")] = None,
-    device: Annotated[
-        str | None, typer.Option(help=f"One device, not a cohort: {PROFILES}")
-    ] = None,
+    device: Annotated[str | None, typer.Option(help=f"Plan one device: {PROFILES}")] = None,
     latency: Annotated[float | None, typer.Option(help="Its latency budget in seconds")] = None,
     energy: Annotated[float | None, typer.Option(help="Its energy budget in joules")] = None,
     distance: Annotated[float | None, typer.Option(help="Its distance in metres")] = None,
     samples: Annotated[float | None, typer.Option(help="Its number of samples")] = None,
     set_: Overrides = None,
     json_: Json = False,
-    plot: Annotated[Path | None, typer.Option(help="Also draw a figure into this file")] = None,
+    plot: Plot = None,
 ) -> None:
     """Plan (α, β, f) of every device of a round, or of one device, under its budgets."""
     if preset and preset_too:

@@ -13,7 +13,7 @@ from anycostfl.cli._console import Json, emit_json, err, note, out, say, table
 from anycostfl.cli._options import Overrides, Preset
 from anycostfl.config import load_preset, load_profile
 from anycostfl.errors import ConfigError
-from anycostfl.files import StorageError
+from anycostfl.files import writing_to
 from anycostfl.profile import Measurement
 from anycostfl.profile.speed import SpeedFit, WidthTiming
 
@@ -44,10 +44,8 @@ def profile(
         err.print(f"training {config.model.name} at several widths …")
     measured = profiling.measure(config, repeats=repeats, threads=threads)
     found = profiling.as_profile(measured, name)
-    try:
+    with writing_to(out_file, "Choose another --out"):
         out_file.write_text(profiling.to_toml(found, measured))
-    except OSError as error:
-        raise StorageError(f"cannot write {out_file}: {error}") from error
     load_profile(str(out_file))
     if json:
         document = {"file": str(out_file), "profile": asdict(found)}

@@ -16,9 +16,9 @@ from pathlib import Path
 from torch import Tensor
 
 from anycostfl.errors import ConfigError, InfeasibleBudgetError
-from anycostfl.export.formats import FORMATS, ExportError, open_onnx, write
+from anycostfl.export.formats import FORMATS, open_onnx, write
 from anycostfl.export.trained import TrainedModel, accuracy_of, cut, least_alpha
-from anycostfl.files import write_whole
+from anycostfl.files import write_whole, writing_to
 from anycostfl.records import WIDTHS
 from anycostfl.shrink import SubModel
 
@@ -96,10 +96,8 @@ def measure_widths(
 def save_widths(folder: Path, widths: Sequence[Width]) -> Path:
     """Write measured widths into the run directory, for its report."""
     path = folder / WIDTHS
-    try:
+    with writing_to(path, "Free some space"):
         write_whole(path, (json.dumps([asdict(w) for w in widths], indent=1) + "\n").encode())
-    except OSError as error:
-        raise ExportError(f"cannot write {path}: {error}") from error
     return path
 
 
@@ -153,15 +151,15 @@ def widest(trained: TrainedModel, limit: Limit, format_name: str) -> Width:
         measured[alpha] = _measure(trained, limit, format_name, alpha)
         return limit.cost(measured[alpha])
 
-    fitting = bisect.bisect_right(alphas, limit.amount, key=cost)
-    if limit.field == "latency_ms":
-        while fitting > 0 and cost(alphas[fitting - 1]) > limit.amount:
-            fitting -= 1
-    if fitting == 0:
+    if (needed := cost(least)) > limit.amount:
         raise InfeasibleBudgetError(
             f"nothing fits into {limit.amount:g} {limit.unit}: the narrowest sub-model (alpha = "
-            f"{least:.4g}) needs {_round_up(limit.cost(measured[least]))} {limit.unit}"
+            f"{least:.4g}) needs {_round_up(needed)} {limit.unit}"
         )
+    fitting = bisect.bisect_right(alphas, limit.amount, lo=1, key=cost)
+    if limit.field == "latency_ms":
+        while fitting > 1 and cost(alphas[fitting - 1]) > limit.amount:
+            fitting -= 1
     return measured[alphas[fitting - 1]]
 
 

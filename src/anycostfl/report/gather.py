@@ -1,7 +1,7 @@
 """A run directory as the page needs it: columns of rounded numbers instead of the journal.
 
-A run directory may come from somebody else. What cannot be parsed is skipped with a remark, text is
-cut to a maximum length, and what remains are numbers, short strings and lists of them.
+Run directories are untrusted input. What cannot be parsed is skipped with a remark, text is cut to
+a maximum length, and what remains are numbers, short strings and lists of them.
 """
 
 from __future__ import annotations

@@ -17,16 +17,12 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any, cast
 
-from anycostfl.errors import AnycostError
+from anycostfl.errors import AnycostError, ConfigError
 from anycostfl.records import CONFIG, JOURNAL, WIDTHS
 from anycostfl.report.gather import Document
 from anycostfl.report.page import gather_all, policy, render
 
 HOST = "127.0.0.1"
-
-
-class PortInUseError(AnycostError, OSError):
-    """A port that cannot be bound."""
 
 
 class LiveServer(ThreadingHTTPServer):
@@ -42,9 +38,8 @@ class LiveServer(ThreadingHTTPServer):
         try:
             super().__init__((HOST, port), _Handler)
         except (OSError, OverflowError) as error:
-            raise PortInUseError(
-                f"cannot listen on port {port}: {error}; choose another --port, or 0 for any"
-            ) from error
+            why = f"cannot listen on {port}: {error}; choose another, or 0 for any free one"
+            raise ConfigError([f"--port: {why}"]) from error
 
     def handle_error(self, request: object, client_address: object) -> None:
         """Ignore browsers that disconnect early."""

@@ -18,7 +18,7 @@ from importlib import resources
 from pathlib import Path
 from string import Template
 
-from anycostfl.files import StorageError, write_whole
+from anycostfl.files import write_whole, writing_to
 from anycostfl.records import PAGE
 from anycostfl.report.gather import Document, gather
 
@@ -30,14 +30,9 @@ def write_page(folders: Sequence[Path], path: Path | None = None) -> list[Docume
     """Write the page of some runs; by default into the directory of the first."""
     runs = gather_all(folders)
     target = path or folders[0] / PAGE
-    try:
+    with writing_to(target, "Free some space or choose another --out", intact="the run is intact"):
         target.parent.mkdir(parents=True, exist_ok=True)
         write_whole(target, render(runs).encode())
-    except OSError as error:
-        raise StorageError(
-            f"cannot write {target}: {error}; the run itself is intact. Free some space or choose "
-            "another --out"
-        ) from error
     return runs
 
 
