@@ -16,14 +16,10 @@ from anycostfl.types import RoundRecord
 def new_figure(panels: int, size: tuple[float, float], **options: Any) -> tuple[Any, list[Any]]:
     """A figure with panels side by side, for `save`; without a window or global state."""
     try:
-        from matplotlib.backends.backend_agg import FigureCanvasAgg  # noqa: PLC0415 - optional
-        from matplotlib.figure import Figure  # noqa: PLC0415 - likewise
+        from matplotlib.figure import Figure  # noqa: PLC0415 - optional
     except ImportError as error:
-        raise MissingExtraError(
-            "figures need matplotlib: pip install 'anycostfl[plots]'"
-        ) from error
+        raise MissingExtraError("figures need: pip install 'anycostfl[plots]'") from error
     figure = Figure(figsize=size, layout="constrained")
-    FigureCanvasAgg(figure)
     return figure, list(figure.subplots(1, panels, squeeze=False, **options)[0])
 
 
@@ -42,8 +38,8 @@ def draw_curves(runs: Mapping[str, Sequence[RoundRecord]], path: Path) -> None:
     for name, records in runs.items():
         evaluated = [i for i, r in enumerate(records) if r.accuracy is not None]
         accuracy = [100 * (records[i].accuracy or 0) for i in evaluated]
-        for axis, (_, values) in zip(axes, _costs(records).items(), strict=True):
-            axis.plot([values[i] for i in evaluated], accuracy, label=name, linewidth=1.6)
+        for axis, costs in zip(axes, _costs(records).values(), strict=True):
+            axis.plot([costs[i] for i in evaluated], accuracy, label=name, linewidth=1.6)
     for axis, label in zip(axes, _costs([]), strict=True):
         axis.set_xlabel(label)
         axis.grid(alpha=0.3)
