@@ -275,7 +275,7 @@ def test_fit_takes_the_widest_file(cnn_run: Path, tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_fit_takes_a_width_that_is_fast_enough(call: Call, cnn_run: Path) -> None:
     trained = open_trained(cnn_run)
-    (full,) = measure_widths(trained, [1.0], print)
+    (full,) = measure_widths(trained, [1.0], lambda _: None)
     assert full.latency_ms is not None
     code, text, _ = call("export", cnn_run, "--fit", f"{full.latency_ms / 2}ms", "--json")
     assert code == 0

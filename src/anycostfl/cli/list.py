@@ -42,13 +42,13 @@ def _summaries(kind: str) -> dict[str, str]:
     if kind == "profiles":
         return {name: load_profile(name).name for name in profile_names()}
     registry: Any = models if kind == "models" else methods
-    own, found = own_files(), {}
+    own = own_files()
+    found: dict[str, str] = {}
     for name in registry.names():
         mark = " (your own)" if registry.file_of(name) in own else ""
         try:
-            found[name] = registry.load(name).summary + mark
-            for variant in methods.variants(name) if registry is methods else ():
-                found[variant] = methods.load(variant).summary + mark
+            variants = methods.variants(name) if registry is methods else []
+            found |= {x: registry.load(x).summary + mark for x in (name, *variants)}
         except AnycostError as error:
             found[name] = str(error)
     return found
