@@ -17,7 +17,8 @@ from pathlib import Path
 import matplotlib as mpl
 
 from anycostfl import models
-from anycostfl.export import measure_latency_ms, write_onnx
+from anycostfl.export.formats import write_onnx
+from anycostfl.export.widths import measure_latency_ms
 from anycostfl.shrink import ElasticModel
 
 mpl.use("agg")

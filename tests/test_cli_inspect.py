@@ -5,14 +5,14 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from command_line import Call, program
+from command_line import Call
 
 
-def test_tables_name_groups_pins_and_costs() -> None:
-    done = program("inspect", "--model", "cnn", "--alpha", "0.25")
-    assert done.returncode == 0
+def test_tables_name_groups_pins_and_costs(call: Call) -> None:
+    code, shown, _ = call("inspect", "--model", "cnn", "--alpha", "0.25")
+    assert code == 0
     for text in ("conv2", "1,663,370", "is an output of the model", "72.4"):
-        assert text in done.stdout
+        assert text in shown
 
 
 def test_json_is_one_document_with_the_same_numbers(call: Call) -> None:

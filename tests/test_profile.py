@@ -1,14 +1,10 @@
-"""Profiles: what the kernel says is read rightly, what was measured is what is written."""
+"""Profiles: what the kernel reports is read correctly, what was measured is written."""
 
 from __future__ import annotations
 
 import json
-import socket
-import subprocess
-import sys
-import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -18,13 +14,12 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from anycostfl import cli, config, cost, fleet, profile
-from anycostfl.cli.profile import _doubt
-from anycostfl.errors import ConfigError
-from anycostfl.profile import Measurement, machine, meters, network
-from anycostfl.profile.pace import Pace, Speed, elastic_model, fit_speed
+from anycostfl import config, cost, fleet, profile
+from anycostfl.cli.profile import _warning
+from anycostfl.profile import Measurement, machine, meters
+from anycostfl.profile.speed import SpeedFit, WidthTiming, elastic_model, fit_speed
 from anycostfl.simulate import run
-from command_line import PROGRAM
+from command_line import Call
 from small_runs import small_config
 
 TREES = Path(__file__).with_name("data") / "sysfs"
@@ -68,7 +63,7 @@ def test_clock_and_name(
     assert (found.min_hz, found.max_hz, found.now_hz, found.source) == pytest.approx(clock)
 
 
-def test_a_clock_nobody_tells_is_counted(tmp_path: Path) -> None:
+def test_an_unreported_clock_is_counted(tmp_path: Path) -> None:
     clock = machine.read_clock(grow("bare", tmp_path))
     assert clock.source.startswith("counted")
     assert 2e8 < clock.min_hz == clock.max_hz == clock.now_hz < 8e9
@@ -92,21 +87,21 @@ def test_a_gpus_clock(tmp_path: Path) -> None:
         ("laptop-battery", "battery BAT1", 10.0),
     ],
 )
-def test_gauges_show_watts(tree: str, name: str, watts: float, tmp_path: Path) -> None:
+def test_sensors_report_watts(tree: str, name: str, watts: float, tmp_path: Path) -> None:
     meter = found_meter(grow(tree, tmp_path))
     assert meter.name == name
     power = meters.measure_power(meter, lambda: time.sleep(0.05))
     assert power.watts == pytest.approx(watts, rel=0.05)
 
 
-def test_a_gauge_follows_what_it_shows(tmp_path: Path) -> None:
+def test_a_sensor_is_sampled_while_work_runs(tmp_path: Path) -> None:
     meter = found_meter(grow("jetson-nano", tmp_path))
     rail = next(tmp_path.glob("sys/bus/i2c/drivers/ina3221x/*/*/in_power0_input"))
 
     def work() -> None:
-        time.sleep(0.3)
+        time.sleep(0.2)
         rail.write_text("4190\n")
-        time.sleep(0.3)
+        time.sleep(0.2)
 
     power = meters.measure_power(meter, work, windows=1)
     assert power.watts == pytest.approx(3.19, rel=0.2)
@@ -116,12 +111,12 @@ def test_rapl_adds_packages_and_survives_the_wrap(tmp_path: Path) -> None:
     root = grow("intel-laptop", tmp_path)
     meter = found_meter(root)
     assert meter.name == "RAPL package-0, package-1"  # before the battery; no cores, no platform
-    since, start = meter.begin(), time.perf_counter()
+    mean_watts, start = meter.start(), time.perf_counter()
     zones = root / "sys/class/powercap"
     (zones / "intel-rapl:0/energy_uj").write_text("1671150\n")  # it was 328850 below its range
     (zones / "intel-rapl:1/energy_uj").write_text("8000000\n")
     time.sleep(0.1)
-    watts, seconds = since(), time.perf_counter() - start
+    watts, seconds = mean_watts(), time.perf_counter() - start
     assert watts * seconds == pytest.approx(2.0 + 3.0, rel=0.05)
 
 
@@ -147,55 +142,53 @@ def test_no_meter_says_why(tmp_path: Path) -> None:
     assert meter.name == "battery BAT0"
 
 
+FP32 = ("training.precision=fp32", "training.device=cpu")
+
+
 def test_estimates_are_stated_with_their_uncertainty(tmp_path: Path) -> None:
     settings = config.load_preset("demo")
     found = meters.find_meter(grow("bare", tmp_path))
-    energy = profile.measure_energy(settings, elastic_model(settings), 4, found)
-    assert energy.meter == ""
-    assert "no energy meter" in energy.source
-    assert "within a factor of 2.5" in energy.source
-    assert meters.estimate_power("aarch64", 4).watts == 4
-    assert meters.estimate_power("x86_64", 4).watts == 20
+    power = profile.training_power(settings, elastic_model(settings), 4, *found)
+    assert power.meter == ""
+    assert "no energy meter" in power.source
+    assert "within a factor of 2.5" in power.source
+    assert meters.estimate_power("aarch64", 4, ()).watts == 4
+    assert meters.estimate_power("x86_64", 4, ()).watts == 20
 
 
-def test_energy_is_what_training_adds_to_idling(monkeypatch: pytest.MonkeyPatch) -> None:
-    def begin() -> Callable[[], float]:
-        """10 W always, and 20 W more if this process computes at all, however busy the machine."""
-        used = time.process_time()
-        return lambda: 10.0 + 20.0 * (time.process_time() - used > 0.005)
+def busy_meter() -> Callable[[], float]:
+    """10 W always, and 20 W more if this process computes, on however busy a machine."""
+    used = time.process_time()
+    return lambda: 10.0 + 20.0 * (time.process_time() - used > 0.005)
 
+
+def test_power_is_what_training_adds_to_idling(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(profile, "WINDOW_S", 0.1)
-    settings = config.load_preset("demo", ["training.precision=fp32", "training.device=cpu"])
-    found = (meters.Meter("counter", begin), ())
-    measured = profile.measure_energy(settings, elastic_model(settings), 1, found)
-    assert measured.meter == "counter"
-    assert measured.power.watts == 20
-    assert "load minus idle" in measured.source
-
-
-def test_a_meter_that_sees_nothing_is_not_believed(monkeypatch: pytest.MonkeyPatch) -> None:
+    settings = config.load_preset("demo", FP32)
+    net = elastic_model(settings)
+    power = profile.training_power(settings, net, 1, meters.Meter("counter", busy_meter))
+    assert (power.meter, power.watts) == ("counter", 20)
+    assert "load minus idle" in power.source
     monkeypatch.setattr(profile, "WINDOW_S", 0.01)
-    settings = config.load_preset("demo", ["training.precision=fp32", "training.device=cpu"])
-    found = (meters.Meter("stuck", lambda: lambda: 7.0), ())
-    measured = profile.measure_energy(settings, elastic_model(settings), 1, found)
-    assert measured.meter == ""
-    assert "stuck sees no difference" in measured.source
+    power = profile.training_power(settings, net, 1, meters.Meter("stuck", lambda: lambda: 7.0))
+    assert power.meter == ""
+    assert "stuck shows no difference" in power.source
 
 
 def test_the_processors_meter_says_nothing_about_a_gpu() -> None:
     settings = config.load_preset("demo", ["training.precision=fp32", "training.device=cuda"])
     net = elastic_model(config.load_preset("demo"))
     for meter in (None, meters.Meter("RAPL package-0", lambda: lambda: 7.0)):
-        measured = profile.measure_energy(settings, net, 1, (meter, ()))
-        assert measured.meter == ""
-        assert "the GPU has no meter" in measured.source
+        power = profile.training_power(settings, net, 1, meter)
+        assert power.meter == ""
+        assert "the GPU has no meter" in power.source
 
 
 # --- one speed for all widths ---------------------------------------------------------------------
 
-paces = st.lists(
+timings = st.lists(
     st.builds(
-        lambda alpha, ratio, slow: Pace(alpha, ratio * alpha, slow * alpha * 1e-3),
+        lambda alpha, ratio, slow: WidthTiming(alpha, ratio * alpha, slow * alpha * 1e-3),
         st.floats(0.05, 1.0),
         st.floats(0.9, 1.1),
         st.floats(0.5, 2.0),
@@ -205,15 +198,15 @@ paces = st.lists(
 )
 
 
-@given(paces, st.floats(0.9, 1.1), st.integers(0, 500))
+@given(timings, st.floats(0.9, 1.1), st.integers(0, 500))
 def test_no_other_speed_has_a_smaller_worst_error(
-    found: list[Pace], other: float, overhead: int
+    found: list[WidthTiming], other: float, overhead: int
 ) -> None:
-    def worst(speed: Speed) -> float:
+    def worst(speed: SpeedFit) -> float:
         ratios = [
-            speed.seconds(1e6, share) / pace.seconds_per_sample
-            for pace in found
-            for share in (pace.alpha, pace.flops_ratio)
+            speed.seconds(1e6, share) / timing.seconds_per_sample
+            for timing in found
+            for share in (timing.alpha, timing.flops_ratio)
         ]
         return max(abs(ratio - 1) for ratio in ratios)
 
@@ -225,16 +218,21 @@ def test_no_other_speed_has_a_smaller_worst_error(
 
 
 def test_speed_and_overhead_by_hand() -> None:
-    speed = fit_speed(1e6, [Pace(1.0, 1.0, 1.1e-3), Pace(0.25, 0.25, 3.5e-4)])
+    speed = fit_speed(1e6, [WidthTiming(1.0, 1.0, 1.1e-3), WidthTiming(0.25, 0.25, 3.5e-4)])
     assert speed.overhead == pytest.approx(0.1)
     assert speed.flops_per_second == pytest.approx(1e9)
     assert speed.worst_error == pytest.approx(0.0, abs=1e-9)
     small = fit_speed(
-        1e6, [Pace(1.0, 1.0, 3.5e-3), Pace(0.5, 0.5, 3e-3), Pace(0.25, 0.25, 2.75e-3)]
+        1e6,
+        [
+            WidthTiming(1.0, 1.0, 3.5e-3),
+            WidthTiming(0.5, 0.5, 3e-3),
+            WidthTiming(0.25, 0.25, 2.75e-3),
+        ],
     )
     assert small.overhead == pytest.approx(2.5, rel=1e-2)  # of a network that is mostly calls
     assert small.worst_error < 1e-3
-    fast = fit_speed(1e6, [Pace(1.0, 1.0, 1e-3), Pace(0.25, 0.25, 2e-4)])
+    fast = fit_speed(1e6, [WidthTiming(1.0, 1.0, 1e-3), WidthTiming(0.25, 0.25, 2e-4)])
     assert fast.overhead == 0.0  # faster than proportional: there is no negative overhead
     assert fast.worst_error == pytest.approx(1 / 9)
 
@@ -242,23 +240,22 @@ def test_speed_and_overhead_by_hand() -> None:
 # --- the profile ----------------------------------------------------------------------------------
 
 
-def example(rate: network.Rate | None = None) -> Measurement:
+def example() -> Measurement:
     settings = config.load_preset("fmnist-iid", ["training.precision=fp32"])
     return Measurement(
         name='Board "X"',
         config=settings,
         threads=2,
         clock=machine.Clock(1e9, 2e9, 1.5e9, "cpufreq"),
-        paces=(Pace(1.0, 1.0, 2e-3), Pace(0.5, 0.468, 1e-3)),
-        speed=Speed(3e10, 0.05, 0.1),
-        energy=profile.Energy(meters.Power(6.75, 0.2), "RAPL package-0", ()),
+        timings=(WidthTiming(1.0, 1.0, 2e-3), WidthTiming(0.5, 0.468, 1e-3)),
+        speed=SpeedFit(3e10, 0.05, 0.1),
+        power=meters.Power(6.75, 0.2, "RAPL package-0"),
         size_bits=53_227_840,
-        rate=rate,
     )
 
 
 def test_profile_by_hand_and_back_from_its_file(tmp_path: Path) -> None:
-    measured = example(network.Rate(12.5e6, 0.02))
+    measured = example()
     found = profile.as_profile(measured)
     assert found.flops_per_cycle == 20.0
     assert found.energy_coefficient == pytest.approx(2e-27, abs=0)  # 6.75 W / (1.5 GHz)³
@@ -267,15 +264,17 @@ def test_profile_by_hand_and_back_from_its_file(tmp_path: Path) -> None:
     path = tmp_path / "board.toml"
     path.write_text(profile.to_toml(found, measured))
     assert config.load_profile(str(path)) == found
-    assert found.rate_bps == 12.5e6
-    unmeasured = replace(measured.energy, meter="", remarks=("no meter",))
-    assert "energy_coefficient" in profile.as_profile(replace(measured, energy=unmeasured)).guess
+    with path.open("a") as file:
+        file.write("rate_bps = 12.5e6\n")
+    assert config.load_profile(str(path)) == replace(found, rate_bps=12.5e6)
+    estimated = replace(measured.power, meter="", problems=("no meter",))
+    assert "energy_coefficient" in profile.as_profile(replace(measured, power=estimated)).guess
 
 
-def test_a_measured_rate_replaces_the_channel() -> None:
+def test_a_rate_in_the_profile_replaces_the_channel() -> None:
     spec = config.load_preset("fmnist-iid").fleet
-    fast = profile.as_profile(example(network.Rate(12.5e6, 0.02)))
-    plain = replace(fast, rate_bps=None)
+    plain = profile.as_profile(example())
+    fast = replace(plain, rate_bps=12.5e6)
     place = {"distance_m": 300.0, "latency_s": 5.0, "energy_j": 3.0}
     assert fleet.place_device(fast, spec, **place).rate_bps[0] == 12.5e6
     channel = fleet.channel_rate_bps(spec, 300.0, 0.1, sharers=15)
@@ -308,158 +307,46 @@ def test_planner_and_simulator_predict_what_the_profile_says(tmp_path: Path) -> 
     assert half[0] == pytest.approx(0.55 * 20 * 72384512 / 3e10)
 
 
-# --- the network ----------------------------------------------------------------------------------
-
-
-@pytest.fixture
-def sink() -> Iterator[int]:
-    """The port of a real sink in a process of its own."""
-    process = subprocess.Popen(
-        [PROGRAM, "profile", "--listen", "0"], stdout=subprocess.PIPE, text=True
-    )
-    try:
-        assert process.stdout is not None
-        yield int(process.stdout.readline().split()[3].rstrip(";"))
-    finally:
-        process.terminate()
-        process.wait(10)
-        process.stdout.close()  # type: ignore[union-attr]
-
-
-def test_rate_to_a_real_sink_which_bears_strange_guests(sink: int) -> None:
-    for strange in (b"", b"GET / HTTP/1.1\r\n\r\n", b"\xff" * 8, (100).to_bytes(8, "big") + b"few"):
-        with socket.create_connection(("127.0.0.1", sink), timeout=10) as guest:
-            guest.sendall(strange)
-    for host in ("127.0.0.1", "::1") if socket.has_dualstack_ipv6() else ("127.0.0.1",):
-        rate = network.measure_rate(host, sink, least_s=0.05)
-        assert rate.rate_bps > 1e6
-        assert 0 < rate.round_trip_s < 5
-
-
-def test_the_rate_is_that_of_the_bottleneck() -> None:
-    with socket.create_server(("127.0.0.1", 0)) as server:
-
-        def swallow_slowly() -> None:
-            peer, _ = server.accept()
-            with peer:
-                while head := network._receive(peer, network.HEAD):
-                    left = int.from_bytes(head, "big")
-                    while left:
-                        left -= len(peer.recv(min(left, 1 << 14)))
-                        time.sleep(0.002)  # at most 16 kB in 2 ms
-                    peer.sendall(head)
-
-        thread = threading.Thread(target=swallow_slowly)
-        thread.start()
-        rate = network.measure_rate("127.0.0.1", server.getsockname()[1], least_s=0.3)
-        thread.join(10)
-    assert 1e6 < rate.rate_bps <= 8 * (1 << 14) / 0.002
-
-
-def test_a_long_round_trip_is_not_taken_for_a_slow_link(monkeypatch: pytest.MonkeyPatch) -> None:
-    """0.6 s of round trip, 5 Mbit/s: as much is sent as takes half a second beyond it."""
-    sizes: list[int] = []
-
-    def send(_server: object, count: int) -> float:
-        sizes.append(count)
-        return 0.6 + 8 * count / 5e6
-
-    monkeypatch.setattr(network, "_send", send)
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        rate = network.measure_rate("127.0.0.1", server.getsockname()[1], least_s=0.5)
-    assert rate.rate_bps == pytest.approx(5e6)
-    assert 8 * sizes[-1] / 5e6 >= 0.5
-
-
-def test_servers_that_cannot_be_measured() -> None:
-    with socket.create_server(("127.0.0.1", 0)) as closed:
-        port = closed.getsockname()[1]
-    with pytest.raises(network.NetworkError, match=f"profile --listen {port}"):
-        network.measure_rate("127.0.0.1", port)
-    with socket.create_server(("127.0.0.1", 0)) as web:
-
-        def answer() -> None:
-            peer, _ = web.accept()
-            with peer:
-                peer.recv(100)
-                peer.sendall(b"HTTP/1.1 400 Bad Request\r\n\r\n")
-
-        thread = threading.Thread(target=answer)
-        thread.start()
-        with pytest.raises(network.NetworkError, match="not as a sink does"):
-            network.measure_rate("127.0.0.1", web.getsockname()[1])
-        thread.join(10)
-        with pytest.raises(network.NetworkError, match="cannot listen"):
-            network.listen(web.getsockname()[1], host="127.0.0.1", ready=print, served=print)
-
-
-@pytest.mark.parametrize("text", ["host", "host:", ":80", "host:http", "host:0", "host:70000"])
-def test_addresses_that_make_no_sense(text: str) -> None:
-    with pytest.raises(ConfigError, match="allowed HOST:PORT"):
-        network.parse_address(text)
-
-
-def test_addresses() -> None:
-    assert network.parse_address("10.0.0.1:9000") == ("10.0.0.1", 9000)
-    assert network.parse_address("[::1]:9000") == ("::1", 9000)
-
-
 # --- the command ----------------------------------------------------------------------------------
 
 
-def command(monkeypatch: pytest.MonkeyPatch, *words: str) -> int:
-    monkeypatch.setattr(sys, "argv", ["anycostfl", "profile", *words])
-    with pytest.raises(SystemExit) as ended:
-        cli.main()
-    return int(ended.value.code or 0)
-
-
 def test_this_machine_is_measured_for_real(
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-    tmp_path: Path,
-    sink: int,
+    call: Call, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr("anycostfl.profile.pace.REPETITION_S", 0.02)
-    path = tmp_path / "me.toml"
-    words = ["--out", str(path), "--server", f"127.0.0.1:{sink}", "--threads", "1", "--json"]
-    sets = ["--set", "training.precision=fp32", "--set", "training.device=cpu"]
+    monkeypatch.setattr("anycostfl.profile.speed.REPETITION_S", 0.02)
+    words = ["--out", tmp_path / "me.toml", "--threads", "1", "--json", "--repeats", "1"]
+    sets = [word for item in FP32 for word in ("--set", item)]
     threads = torch.get_num_threads()
-    assert command(monkeypatch, "demo", *words, *sets, "--repeats", "1", "--name", "me") == 0
-    document = json.loads(capsys.readouterr().out)
-    found = config.load_profile(str(path))
+    code, text, _ = call("profile", "demo", *words, *sets, "--name", "me")
+    assert code == 0
+    document = json.loads(text)
+    found = config.load_profile(str(tmp_path / "me.toml"))
     assert found.name == document["profile"]["name"] == "me"
-    assert found.rate_bps == document["profile"]["rate_bps"]
+    assert found.rate_bps is None
     assert [w["alpha"] for w in document["measured"]["widths"]] == [1.0, 0.75, 0.5, 0.25]
     speed = document["measured"]["flops_per_second"]
-    assert found.flops_per_cycle * document["measured"]["clock"]["now_hz"] == pytest.approx(
-        speed, rel=1e-4
-    )
+    cycles = document["measured"]["clock"]["now_hz"]
+    assert found.flops_per_cycle * cycles == pytest.approx(speed, rel=1e-4)
     assert 1e8 < speed < 1e13
     assert torch.get_num_threads() == threads
 
 
-def test_a_speed_that_nobody_should_believe_is_doubted() -> None:
-    assert not _doubt(Speed(1e10, overhead=0.3, worst_error=0.1))
-    assert "up to 40 % off" in _doubt(Speed(1e10, overhead=0.3, worst_error=0.4))
-    assert "10000.0 % of W" in _doubt(Speed(1e10, overhead=100.0, worst_error=0.01))
+def test_a_doubtful_speed_is_warned_of() -> None:
+    assert not _warning(SpeedFit(1e10, overhead=0.3, worst_error=0.1))
+    assert "up to 40 % off" in _warning(SpeedFit(1e10, overhead=0.3, worst_error=0.4))
+    assert "10000.0 % of W" in _warning(SpeedFit(1e10, overhead=100.0, worst_error=0.01))
 
 
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["--repeats", "0"], "--repeats: given 0, allowed at least 1"),
-        (["--threads", "-1"], "--threads: given -1"),
-        (["--out", "me.json"], "allowed a file that ends in .toml"),
-        (["--server", "nowhere"], "allowed HOST:PORT"),
+        (["--repeats", "0"], "'--repeats': 0 is not in the range x>=1"),
+        (["--threads", "-1"], "'--threads': -1 is not in the range x>=0"),
+        (["--out", "me.json"], "must end in .toml"),
         (["no-such-preset"], "no preset 'no-such-preset'"),
     ],
 )
-def test_bad_input(
-    words: list[str],
-    message: str,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    assert command(monkeypatch, *words) == 2
-    assert message in " ".join(capsys.readouterr().err.split())
+def test_bad_input(call: Call, words: list[str], message: str) -> None:
+    code, _, told = call("profile", *words)
+    assert code == 2
+    assert message in told

@@ -21,7 +21,8 @@ from typing import Any
 import pytest
 
 from anycostfl.records.run import CONFIG, ENVIRONMENT, JOURNAL, WIDTHS, read_journal
-from anycostfl.report import LiveServer, write_page
+from anycostfl.report import write_page
+from anycostfl.report.live import LiveServer
 from command_line import PROGRAM, sets
 from planned_runs import planned_run
 

@@ -25,7 +25,7 @@ from anycostfl.errors import (
 if TYPE_CHECKING:
     from anycostfl.codec import compress, decompress
     from anycostfl.config import load_preset
-    from anycostfl.elastic_file import load_elastic, save_elastic
+    from anycostfl.export.elastic_file import load_elastic, save_elastic
     from anycostfl.planning.cost import Workload, make_devices
     from anycostfl.planning.planner import plan_strategies
     from anycostfl.planning.strategy import Limits
@@ -40,7 +40,7 @@ else:
     _HOMES = {
         "codec": ("compress", "decompress"),
         "config": ("load_preset",),
-        "elastic_file": ("load_elastic", "save_elastic"),
+        "export.elastic_file": ("load_elastic", "save_elastic"),
         "planning.cost": ("Workload", "make_devices"),
         "planning.planner": ("plan_strategies",),
         "planning.strategy": ("Limits",),

@@ -1,8 +1,8 @@
 """The command line: one file per command, found by its name (docs/decisions/0002).
 
-A file `cli/NAME.py` with a function `NAME` is the command `anycostfl NAME`, imported when it is
-asked for: nearly all need torch, which takes seconds. Exit codes: 0 done, 1 a bug in this program,
-2 something the user can mend (the message says how), 130 Ctrl-C.
+A file `cli/NAME.py` with a function `NAME` is the command `anycostfl NAME`. It is imported when it
+runs, because nearly all need torch, which takes seconds. Exit codes: 0 success, 1 a bug in this
+program, 2 an error the user can fix (the message says how), 130 Ctrl-C.
 """
 
 from __future__ import annotations
@@ -25,25 +25,25 @@ from anycostfl.errors import AnycostError
 
 
 def build_app() -> typer.Typer:
-    """Collect every command of this package into one application."""
+    """The application with all commands of this package."""
     app = _new_app(
-        cls=_Commands,
+        cls=_LazyCommands,
         help="Train one model across devices that differ in speed, radio and battery.",
         no_args_is_help=True,
     )
     app.callback()(_root)
     for file in sorted(Path(__file__).parent.glob("[!_]*.py")):
-        app.command(file.stem, help=_words_of(file))(_root)  # stands in until it is asked for
+        app.command(file.stem, help=_help_of(file))(_root)  # a placeholder, see _LazyCommands
     return app
 
 
-class _Commands(TyperGroup):
-    """Knows its commands by name and summary; imports the one that is asked for."""
+class _LazyCommands(TyperGroup):
+    """Knows names and help texts of all commands; imports only the one that runs."""
 
     def resolve_command(
         self, ctx: click.Context, args: list[str]
     ) -> tuple[str | None, click.Command | None, list[str]]:
-        """The command that the words name, with all of its options."""
+        """The named command with all of its options."""
         name, known, rest = super().resolve_command(ctx, args)
         if name and known:
             module = importlib.import_module(f"{__name__}.{name}")
@@ -54,7 +54,6 @@ class _Commands(TyperGroup):
 
 
 def _new_app(**options: Any) -> typer.Typer:
-    """An application as all of ours are."""
     return typer.Typer(
         name="anycostfl",
         add_completion=False,
@@ -64,8 +63,8 @@ def _new_app(**options: Any) -> typer.Typer:
     )
 
 
-def _words_of(file: Path) -> str:
-    """What a command does, read from its file and not imported; a line is a paragraph."""
+def _help_of(file: Path) -> str:
+    """The docstring of a command, read without importing it; one line per paragraph."""
     body = ast.parse(file.read_bytes()).body
     command = next(x for x in body if isinstance(x, ast.FunctionDef) and x.name == file.stem)
     paragraphs = (ast.get_docstring(command) or "").split("\n\n")
@@ -84,12 +83,12 @@ def _root(
         typer.Option("--version", callback=_show_version, is_eager=True, help="Show the version"),
     ] = False,
 ) -> None:
-    """Keep sub-commands even while there is only one."""
+    """Options of the program itself."""
 
 
 def main() -> None:
-    """Run the command line; user errors end with one clear message instead of a traceback."""
-    signal.signal(signal.SIGTERM, signal.default_int_handler)  # stop as cleanly as for Ctrl-C
+    """Run the command line; user errors end with a message instead of a traceback."""
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # as clean as Ctrl-C
     try:
         build_app()()
     except AnycostError as error:
@@ -97,8 +96,8 @@ def main() -> None:
         sys.exit(2)
     except OSError as error:
         if error.filename is not None:
-            raise  # a file of ours: each has its own message, or should have
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # where no more can go
+            raise  # a file of this package: errors about files have their own messages
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # stdout cannot be written
         fail(error)
         sys.exit(2)
     except KeyboardInterrupt:

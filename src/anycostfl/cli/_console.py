@@ -1,6 +1,6 @@
-"""What commands print through: rich tables for people, one JSON document for machines.
+"""Output of commands: rich tables for people, one JSON document for programs.
 
-Nothing that is printed is read as markup: paths and names may hold any character.
+Nothing printed is parsed as markup: paths and names may contain any character.
 """
 
 from __future__ import annotations
@@ -15,24 +15,24 @@ from rich.console import Console, JustifyMethod
 from rich.table import Table
 from rich.text import Text
 
-NAME = 20  # a name of so many characters is not folded
+LONGEST_NAME = 20  # characters; shorter names are not folded
 
 out = Console(highlight=False, markup=False, emoji=False)
 err = Console(stderr=True, highlight=False, markup=False, emoji=False)
 
 
 def say(text: str) -> None:
-    """Print a line on stdout; it is never broken, so that commands and paths can be copied."""
+    """Print a line on stdout without wrapping, so that commands and paths can be copied."""
     out.print(text, soft_wrap=True)
 
 
 def fail(error: Exception) -> None:
-    """Show an error as one message on stderr."""
+    """Print an error on stderr."""
     err.print(Text.assemble(("error:", "bold red"), f" {error}"), soft_wrap=True)
 
 
 def note(*remarks: str) -> None:
-    """Say what is worth knowing but stops nothing, on stderr."""
+    """Print notices on stderr."""
     for remark in remarks:
         err.print(Text.assemble(("note:", "yellow"), f" {remark}"), soft_wrap=True)
 
@@ -46,14 +46,14 @@ def emit_json(document: Mapping[str, object]) -> None:
 
 
 def table(title: str, columns: Sequence[str], rows: Sequence[Sequence[object]]) -> Table:
-    """Build a table; a column whose title starts with '>' is aligned to the right.
+    """A table; columns whose title starts with '>' are right-aligned.
 
-    Where there is too little room numbers are folded before names, which come first.
+    Where space is short, numbers are folded before the names in the first column.
     """
     view = Table(title=title, title_justify="left", box=SIMPLE_HEAD, padding=(0, 1, 0, 0))
     view.min_width = min(len(title), out.width)  # else rich folds it
     view.show_header = any(column.removeprefix(">") for column in columns)
-    short = all(len(str(row[0])) <= NAME for row in rows)
+    short = all(len(str(row[0])) <= LONGEST_NAME for row in rows)
     for number, column in enumerate(columns):
         side: JustifyMethod = "right" if column.startswith(">") else "left"
         whole = short and number == 0

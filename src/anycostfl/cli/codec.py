@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import time
-from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
+import torch
 import typer
 from safetensors import SafetensorError
 from safetensors.torch import load_file
@@ -22,58 +22,41 @@ from anycostfl.report.figures import new_figure, save
 SWEEP = (4, 8, 15, 25, 40, 65, 100, 160, 250, 400, 630, 1000)
 
 
-@dataclass(frozen=True, slots=True)
-class Result:
-    """One update through a codec and back."""
-
-    codec: str
-    beta: float
-    elements: int
-    budget_bytes: int
-    payload_bytes: int
-    bytes_by_section: dict[str, int]
-    kept_share: float
-    relative_error: float
-    cosine: float
-    first_encode_s: float
-    encode_s: float
-    decode_s: float
-
-
 def codec(
     file: Annotated[Path, typer.Argument(help="An update: tensors by name", dir_okay=False)],
     beta: Annotated[float, typer.Option(help="Payload bits over 32 bits per element")] = 0.02,
     name: Annotated[str, typer.Option("--codec", help="kernel or lowrank")] = "kernel",
-    seed: Annotated[int, typer.Option(help="Seed of the quantizer's draws")] = 0,
+    seed: Annotated[int, typer.Option(help="Seed of the quantizer")] = 0,
     block: Annotated[
         list[str] | None,
         typer.Option(help="NAME=N: N consecutive inputs of this weight belong to one channel"),
     ] = None,
-    sweep: Annotated[
-        Path | None, typer.Option(help="Also draw error against bytes into this image")
-    ] = None,
+    sweep: Annotated[Path | None, typer.Option(help="Also plot error over bytes here")] = None,
     as_json: Json = False,
 ) -> None:
     """Compress one update, decode it, and show size, error, time and where the bytes went."""
     update = _load(file)
     blocks = _blocks(block or [], update)
     result = measure(update, beta, name, seed, blocks)
-    least = OVERHEAD / (4 * result.elements)  # below, a rate does not buy an empty payload
+    least = OVERHEAD / (4 * result["elements"])  # β of an empty payload
     curve = [measure(update, 1 / n, name, seed, blocks) for n in SWEEP if sweep and 1 / n > least]
     if sweep:
         _draw(curve, sweep)
     if as_json:
-        emit_json(asdict(result) | {"sweep": [asdict(point) for point in curve]})
+        emit_json({**result, "sweep": curve})
         return
     _show(file, result)
     if curve:
-        columns = [">beta", ">bytes", ">relative error"]
-        out.print(table(f"drawn into {sweep}", columns, [_point(result) for result in curve]))
+        rows = [
+            (f"1/{1 / p['beta']:.0f}", f"{p['payload_bytes']:,}", f"{p['relative_error']:.4g}")
+            for p in curve
+        ]
+        out.print(table(f"plotted into {sweep}", [">beta", ">bytes", ">relative error"], rows))
 
 
 def measure(
     update: dict[str, Tensor], beta: float, codec: str, seed: int, blocks: dict[str, int]
-) -> Result:
+) -> dict[str, Any]:
     """Encode twice (the first call may compile), decode, compare."""
     started = time.perf_counter()
     payload = compress(update, beta, seed=seed, codec=codec, blocks=blocks)
@@ -83,33 +66,25 @@ def measure(
     encoded = time.perf_counter()
     decoded = decompress(payload, update)
     done = time.perf_counter()
-    elements = sum(tensor.numel() for tensor in update.values())
-    error, cosine = _compare(update, decoded.values)
+    sent = torch.cat([tensor.flatten().double() for tensor in update.values()])
+    received = torch.cat([decoded.values[name].flatten().double() for name in update])
+    error = (sent - received).square().sum() / sent.square().sum()
+    cosine = sent @ received / (sent.norm() * received.norm())
     in_context = {"coded in context": len(payload) - OVERHEAD, "header": OVERHEAD}
-    return Result(
-        codec=codec,
-        beta=beta,
-        elements=elements,
-        budget_bytes=byte_budget(beta, elements),
-        payload_bytes=len(payload),
-        bytes_by_section=bytes_by_section(payload) if payload.startswith(MAGIC) else in_context,
-        kept_share=sum(int(mask.sum()) for mask in decoded.masks.values()) / elements,
-        relative_error=error,
-        cosine=cosine,
-        first_encode_s=compiled - started,
-        encode_s=encoded - compiled,
-        decode_s=done - encoded,
-    )
-
-
-def _compare(update: dict[str, Tensor], decoded: dict[str, Tensor]) -> tuple[float, float]:
-    pairs = [(u.double(), decoded[name].double()) for name, u in update.items()]
-    own = sum(float(u.square().sum()) for u, _ in pairs)
-    other = sum(float(v.square().sum()) for _, v in pairs)
-    lost = sum(float((u - v).square().sum()) for u, v in pairs)
-    inner = sum(float((u * v).sum()) for u, v in pairs)
-    norms = (own * other) ** 0.5
-    return lost / own if own else 0.0, inner / norms if norms else 0.0
+    return {
+        "codec": codec,
+        "beta": beta,
+        "elements": len(sent),
+        "budget_bytes": byte_budget(beta, len(sent)),
+        "payload_bytes": len(payload),
+        "bytes_by_section": bytes_by_section(payload) if payload.startswith(MAGIC) else in_context,
+        "kept_share": sum(int(mask.sum()) for mask in decoded.masks.values()) / len(sent),
+        "relative_error": float(error.nan_to_num()),  # of zeros: 0
+        "cosine": float(cosine.nan_to_num()),
+        "first_encode_s": compiled - started,
+        "encode_s": encoded - compiled,
+        "decode_s": done - encoded,
+    }
 
 
 def _load(file: Path) -> dict[str, Tensor]:
@@ -128,44 +103,37 @@ def _blocks(options: list[str], update: dict[str, Tensor]) -> dict[str, int]:
         if not name or not count.isdigit():
             raise UpdateError(f"--block {option!r} is not NAME=N, as in fc1.weight=49")
         if name not in update:
-            raise UpdateError(
-                f"--block {option!r}: there is no {name}; there are {', '.join(update)}"
-            )
+            raise UpdateError(f"--block {option!r}: no {name}; there are {', '.join(update)}")
         blocks[name] = int(count)
     return blocks
 
 
-def _point(result: Result) -> tuple[str, str, str]:
-    size = f"{result.payload_bytes:,}"
-    return f"1/{1 / result.beta:.0f}", size, f"{result.relative_error:.4g}"
-
-
-def _show(file: Path, result: Result) -> None:
-    used = result.payload_bytes / result.budget_bytes
+def _show(file: Path, result: dict[str, Any]) -> None:
+    used = result["payload_bytes"] / result["budget_bytes"]
     rows = [
-        ("codec", result.codec),
-        ("elements", f"{result.elements:,}"),
-        ("payload", f"{result.payload_bytes:,} bytes"),
-        ("budget", f"{result.budget_bytes:,} bytes, {used:.1%} used"),
-        ("kept", f"{result.kept_share:.1%} of the elements"),
-        ("relative error", f"{result.relative_error:.4g}"),
-        ("cosine", f"{result.cosine:.4f}"),
-        ("encode", f"{result.encode_s * 1e3:.1f} ms"),
-        ("decode", f"{result.decode_s * 1e3:.1f} ms"),
-        ("first call of both", f"{result.first_encode_s * 1e3:.0f} ms"),
+        ("codec", result["codec"]),
+        ("elements", f"{result['elements']:,}"),
+        ("payload", f"{result['payload_bytes']:,} bytes"),
+        ("budget", f"{result['budget_bytes']:,} bytes, {used:.1%} used"),
+        ("kept", f"{result['kept_share']:.1%} of the elements"),
+        ("relative error", f"{result['relative_error']:.4g}"),
+        ("cosine", f"{result['cosine']:.4f}"),
+        ("encode", f"{result['encode_s'] * 1e3:.1f} ms"),
+        ("decode", f"{result['decode_s'] * 1e3:.1f} ms"),
+        ("first call of both", f"{result['first_encode_s'] * 1e3:.0f} ms"),
     ]
-    out.print(table(f"{file.name} at β = {result.beta:g}", ["figure", ">value"], rows))
-    spent = [
-        (kind, f"{count:,}", f"{count / result.payload_bytes:.1%}")
-        for kind, count in result.bytes_by_section.items()
+    out.print(table(f"{file.name} at β = {result['beta']:g}", ["figure", ">value"], rows))
+    sections = [
+        (name, f"{count:,}", f"{count / result['payload_bytes']:.1%}")
+        for name, count in result["bytes_by_section"].items()
     ]
-    out.print(table("where the bytes went", ["kind", ">bytes", ">share"], spent))
+    out.print(table("where the bytes went", ["kind", ">bytes", ">share"], sections))
 
 
-def _draw(curve: list[Result], path: Path) -> None:
+def _draw(curve: list[dict[str, Any]], path: Path) -> None:
     figure, [axes] = new_figure(1, (6, 4))
-    axes.loglog([p.payload_bytes for p in curve], [p.relative_error for p in curve], marker="o")
-    axes.set_xlabel("payload in bytes")
-    axes.set_ylabel("relative squared error")
+    x, y = ([point[key] for point in curve] for key in ("payload_bytes", "relative_error"))
+    axes.loglog(x, y, marker="o")
+    axes.set(xlabel="payload in bytes", ylabel="relative squared error")
     axes.grid(visible=True, which="both", alpha=0.3)
     save(figure, path)

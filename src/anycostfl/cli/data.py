@@ -1,33 +1,29 @@
-"""`anycostfl data`: what a preset trains on and who holds what."""
+"""`anycostfl data`: the dataset of a preset and its split over the devices."""
 
 from __future__ import annotations
 
-from pathlib import Path
-from typing import Annotated
-
 import numpy as np
-import typer
 
 from anycostfl.cli._console import Json, emit_json, out, say, table
-from anycostfl.cli._options import Overrides, Preset
+from anycostfl.cli._options import Overrides, Plot, Preset
 from anycostfl.config import load_preset
-from anycostfl.experiment import load_data
-from anycostfl.report import draw_partition
+from anycostfl.experiment import load_data, split
+from anycostfl.report.figures import draw_partition
 
 
 def data(
     preset: Preset = "demo",
     set_: Overrides = None,
-    plot: Annotated[Path | None, typer.Option(help="Draw who holds what into this file")] = None,
+    plot: Plot = None,
     json: Json = False,
 ) -> None:
     """Show the dataset of a preset and how it is split over the fleet."""
     config = load_preset(preset, set_ or [])
-    dataset, parts = load_data(config)
+    dataset = load_data(config)
+    parts = split(config.data, config.fleet.devices, config.run.seed, dataset)
     labels = dataset.train_labels.numpy()
     counts = np.stack([np.bincount(labels[part], minlength=dataset.classes) for part in parts])
-    sizes = counts.sum(1)
-    held = (counts > 0).sum(1)
+    sizes, held = counts.sum(1), (counts > 0).sum(1)
     if json:
         emit_json({"dataset": dataset.name, "samples_per_class": counts.tolist()})
     else:
@@ -40,9 +36,9 @@ def data(
             ("samples per device", f"{sizes.min()} … {sizes.mean():.0f} … {sizes.max()}"),
             ("classes per device", f"{held.min()} … {held.mean():.1f} … {held.max()}"),
         ]
-        title = f"{dataset.name}, split {config.data.partition} (least … mean … most)"
-        out.print(table(title, ("what", ">how much"), rows))
+        title = f"{dataset.name}, split {config.data.partition} (min … mean … max)"
+        out.print(table(title, ("", ">"), rows))
     if plot:
         draw_partition(counts, plot)
         if not json:
-            say(f"Drawn to {plot}")
+            say(f"Plotted into {plot}")

@@ -6,7 +6,7 @@ import importlib
 import os
 import sys
 from collections import defaultdict
-from typing import Annotated
+from typing import Annotated, Any
 
 import torch
 import typer
@@ -19,39 +19,32 @@ from anycostfl.errors import ConfigError, UnknownNameError
 from anycostfl.shrink import ElasticModel, SubModel, size_bits
 from anycostfl.shrink.widths import regions, take
 
+GROUP_COLUMNS = ("group", ">channels", ">width", ">parameters", ">kFLOP", "also produced by")
+
 
 def inspect(
-    model: Annotated[
-        str,
-        typer.Option(
-            help=f"One of {', '.join(models.names())}, or your own as package.module:make"
-        ),
-    ],
-    alpha: Annotated[float, typer.Option(help="Shrinking factor, above 0 and at most 1")] = 0.25,
+    model: Annotated[str, typer.Option(help=f"{', '.join(models.names())} or package.module:make")],
+    alpha: Annotated[float, typer.Option(help="Shrinking factor, in (0, 1]")] = 0.25,
     rule: Annotated[str, typer.Option(help="Widths: sqrt (the paper), fast, even")] = "sqrt",
-    shape: Annotated[
-        str, typer.Option("--input", help="Shape of one sample, for your own model: 3,32,32")
-    ] = "",
+    shape: Annotated[str, typer.Option("--input", help="Shape of one sample: 3,32,32")] = "",
     json: Json = False,
 ) -> None:
-    """Show which channels of a model move together and what a sub-model of factor ALPHA costs."""
+    """Show which channels of a model shrink together and what a sub-model of factor ALPHA costs."""
     module, example = _load(model, shape)
     net = ElasticModel(module, example, rule=rule)
-    sub = net.shrink(alpha)
+    document = describe(model, net, net.shrink(alpha))
     if json:
-        emit_json(describe(model, net, sub))
+        emit_json(document)
     else:
-        _show(model, net, sub)
+        _show(document, net)
 
 
 def _load(model: str, shape: str) -> tuple[nn.Module, Tensor]:
-    """A model of ours by name, or anybody's as package.module:callable."""
+    """A model of this package by name, or a custom one as package.module:callable."""
     if ":" not in model:
         if shape:
-            raise ConfigError(
-                [f"--input: given {shape}, but {model} would be a model of ours, which brings its "
-                 "own shape; allowed with package.module:callable"]
-            )  # fmt: skip
+            why = f"{model} brings its own shape; only for package.module:make"
+            raise ConfigError([f"--input: given {shape}, but {why}"])
         spec = models.load(model)
         return spec.build(), spec.example(2)
     path, _, name = model.partition(":")
@@ -67,7 +60,7 @@ def _load(model: str, shape: str) -> tuple[nn.Module, Tensor]:
         raise UnknownNameError(f"{model!r} returns {type(module).__name__}, not an nn.Module")
     try:
         return module, torch.randn(2, *(int(n) for n in shape.split(",")))
-    except (ValueError, RuntimeError) as error:  # no numbers, or none that are sizes
+    except (ValueError, RuntimeError) as error:  # not numbers, or negative
         raise UnknownNameError(
             f"--input {shape!r} is not a shape; give the shape of one sample, such as 3,32,32"
         ) from error
@@ -77,18 +70,9 @@ def _count(module: nn.Module) -> int:
     return sum(p.numel() for p in module.parameters())
 
 
-def _per_channel(group: Group, net: ElasticModel) -> tuple[int, float]:
-    """Parameters and training FLOPs that go when the full model loses one channel of a group."""
-    narrower = {**net.coupling.full(), group.name: group.size - 1}
-    weights = dict(net.module.named_parameters())
-    kept = regions(net.coupling, narrower, weights)
-    left = sum(take(weight, kept[name]).numel() for name, weight in weights.items())
-    return _count(net.module) - left, net.training_flops - net.coupling.flops(narrower)
-
-
-def describe(name: str, net: ElasticModel, sub: SubModel) -> dict[str, object]:
+def describe(name: str, net: ElasticModel, sub: SubModel) -> dict[str, Any]:
     """Everything the tables show, as plain values."""
-    coupling, plan = net.coupling, sub.plan
+    coupling, plan, flops = net.coupling, sub.plan, net.training_flops
     return {
         "model": name,
         "alpha": plan.alpha,
@@ -97,13 +81,11 @@ def describe(name: str, net: ElasticModel, sub: SubModel) -> dict[str, object]:
         "parameters": {"full": _count(net.module), "sub": _count(sub.module)},
         "update_bits": {"full": net.size_bits, "sub": size_bits(sub.module)},
         "training_flops_per_sample": {
-            "full": net.training_flops,
-            "sub": net.training_flops * plan.flops_ratio,
+            "full": flops,
+            "sub": flops * plan.flops_ratio,
             "ratio": plan.flops_ratio,
         },
-        "groups": [
-            _describe_group(group, net, plan.widths[group.name]) for group in coupling.groups
-        ],
+        "groups": [_describe_group(group, net, sub) for group in coupling.groups],
         "unused": list(coupling.unused),
         "turn_together": [[name for name, _ in dial.sizes] for dial in net.dials],
         "pinned": [
@@ -120,58 +102,62 @@ def describe(name: str, net: ElasticModel, sub: SubModel) -> dict[str, object]:
     }
 
 
-def _describe_group(group: Group, net: ElasticModel, width: int) -> dict[str, object]:
-    parameters, flops = _per_channel(group, net)
+def _describe_group(group: Group, net: ElasticModel, sub: SubModel) -> dict[str, Any]:
+    """A group of channels, and what removing one of them from the full model saves."""
+    narrower = {**net.coupling.full(), group.name: group.size - 1}
+    weights = dict(net.module.named_parameters())
+    kept = regions(net.coupling, narrower, weights)
+    left = sum(take(weight, kept[name]).numel() for name, weight in weights.items())
     return {
         "name": group.name,
         "channels": group.size,
-        "width": width,
-        "parameters_per_channel": parameters,
-        "training_flops_per_channel": flops,
+        "width": sub.plan.widths[group.name],
+        "parameters_per_channel": _count(net.module) - left,
+        "training_flops_per_channel": net.training_flops - net.coupling.flops(narrower),
         "produced_by": [s.tensor for s in group.slots if s.produces],
         "tensors": sorted({s.tensor for s in group.slots}),
     }
 
 
-def _show(name: str, net: ElasticModel, sub: SubModel) -> None:
+def _show(document: dict[str, Any], net: ElasticModel) -> None:
+    alpha = f"α = {document['alpha']:g}"
+    title = f"{document['model']}: groups of channels at {alpha}, rule {net.rule}"
     rows = []
-    for g in net.coupling.groups:
-        parameters, flops = _per_channel(g, net)
-        others = _few([s.tensor.removesuffix(".weight") for s in g.slots if s.produces][1:])
-        width = sub.plan.widths[g.name]
-        rows.append((g.name, g.size, width, f"{parameters:,}", f"{flops / 1e3:,.1f}", others))
-    columns = ("group", ">channels", ">width", ">parameters", ">kFLOP", "also produced by")
-    title = f"{name}: groups of channels at α = {sub.plan.alpha:g}, rule {net.rule}"
-    out.print(table(title, columns, rows))
-    say("(parameters and training kFLOP: what one channel of the full model costs)\n")
+    for group in document["groups"]:
+        flops, also = group["training_flops_per_channel"], group["produced_by"][1:]
+        sizes = group["channels"], group["width"], f"{group['parameters_per_channel']:,}"
+        others = _first_three([name.removesuffix(".weight") for name in also])
+        rows.append((group["name"], *sizes, f"{flops / 1e3:,.1f}", others))
+    out.print(table(title, GROUP_COLUMNS, rows))
+    say("(parameters and training kFLOP: cost of one channel of the full model)\n")
     reasons: dict[str, list[str]] = defaultdict(list)
     for pin in net.coupling.pins:
         reasons[str(pin.reason)].append(f"{pin.tensor}[dim {pin.dim}]")
-    pinned = [(why, _few(where)) for why, where in reasons.items()]
+    pinned = [(why, _first_three(where)) for why, where in reasons.items()]
     out.print(table("pinned: what cannot shrink", ("why", "what"), pinned))
-    _show_costs(net, sub)
-
-
-def _few(names: list[str], most: int = 3) -> str:
-    more = [f"and {len(names) - most} more"] if len(names) > most else []
-    return ", ".join(names[:most] + more)
-
-
-def _show_costs(net: ElasticModel, sub: SubModel) -> None:
-    full, small = _count(net.module), _count(sub.module)
-    flops, ratio = net.training_flops, sub.plan.flops_ratio
-    amounts = [
-        ("parameters", full, small, "{:,}"),
-        ("update, Mbit", net.size_bits / 1e6, size_bits(sub.module) / 1e6, "{:.2f}"),
-        ("training MFLOP per sample", flops / 1e6, flops * ratio / 1e6, "{:.1f}"),
+    costs = [
+        _cost_row("parameters", document["parameters"], "{:,}", 1),
+        _cost_row("update, Mbit", document["update_bits"], "{:.2f}", 1e-6),
+        _cost_row(
+            "training MFLOP per sample", document["training_flops_per_sample"], "{:.1f}", 1e-6
+        ),
     ]
-    rows = [
-        (what, f.format(a), f.format(b), f"{b / a:.3f}" if a else "") for what, a, b, f in amounts
-    ]
-    out.print(table("cost", ("", ">full", f">α = {sub.plan.alpha:g}", ">ratio"), rows))
-    if net.coupling.unused:
-        say("Not used on the example input, kept whole: " + ", ".join(net.coupling.unused))
+    out.print(table("cost", ("", ">full", f">{alpha}", ">ratio"), costs))
+    if document["unused"]:
+        say("Not used by the example input, never cut: " + ", ".join(document["unused"]))
     if net.rewritten:
-        say("Sub-models run from a captured graph: forward holds literal sizes.")
-    for dial in (dial for dial in net.dials if len(dial.sizes) > 1):
-        say("Turn together: " + ", ".join(name for name, _ in dial.sizes))
+        say("Sub-models run from a captured graph: forward contains literal sizes.")
+    for names in document["turn_together"]:
+        if len(names) > 1:
+            say("Tied widths: " + ", ".join(names))
+
+
+def _cost_row(title: str, cost: dict[str, Any], digits: str, unit: float) -> tuple[str, ...]:
+    full, small = cost["full"], cost["sub"]
+    ratio = f"{small / full:.3f}" if full else ""
+    return title, digits.format(full * unit), digits.format(small * unit), ratio
+
+
+def _first_three(names: list[str]) -> str:
+    more = [f"and {len(names) - 3} more"] if len(names) > 3 else []
+    return ", ".join(names[:3] + more)

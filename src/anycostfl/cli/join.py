@@ -14,11 +14,10 @@ import typer
 
 from anycostfl.cli._console import err
 from anycostfl.cli._flower import need_flower
-from anycostfl.cli._options import PROFILES
+from anycostfl.cli._options import PROFILES, parse_address
 from anycostfl.config import load_profile
 from anycostfl.device import cores
 from anycostfl.errors import ConfigError
-from anycostfl.profile.network import parse_address
 
 
 def join(

@@ -1,80 +1,64 @@
 """`anycostfl plan`: the strategies of a simulated cohort, or of one real device (Sec. IV-D).
 
-Options that are not given come from the preset: `--latency` and `--energy` of one device are then
-the preset's latency and its mean energy budget, `--distance` the mean distance in its cell.
+Defaults come from the preset: for one device, `--latency` and `--energy` are the preset's latency
+and mean energy budget, and `--distance` is the mean distance in its cell.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import asdict, replace
-from pathlib import Path
 from typing import Annotated, Any
 
 import numpy as np
 import typer
 
-from anycostfl import config, fleet, methods, planner
-from anycostfl.checks import FloatArray
-from anycostfl.cli import _plan_plots
+from anycostfl import config, methods
 from anycostfl.cli._console import Json, emit_json, out, say, table
-from anycostfl.cli._options import PRESETS, PROFILES, Overrides
-from anycostfl.cli._plan_plots import Planned
+from anycostfl.cli._options import PRESETS, PROFILES, Overrides, Plot
+from anycostfl.cli._plan_plots import Planned, draw_cohort, draw_what_if
+from anycostfl.planning import draw, planner
 from anycostfl.planning.strategy import Binds, Reason
 
-USUAL = "fmnist-iid"
+DEFAULT = "fmnist-iid"
 COLUMNS = (">#", ">m", ">kbit/s", ">≤ J", ">α", ">β", ">GHz", ">s", ">J", ">gain", "binds")
-SYMBOLS = {
-    Binds.LATENCY: "T",
-    Binds.ENERGY: "E",
-    Binds.ALPHA_MIN: "α-",
-    Binds.ALPHA_MAX: "α+",
-    Binds.BETA_MIN: "β-",
-    Binds.BETA_MAX: "β+",
-    Binds.FREQUENCY_MIN: "f-",
-    Binds.FREQUENCY_MAX: "f+",
-}
-LEGEND = "binds: T latency, E energy, - and + the least and the largest allowed α, β, f"
+SYMBOLS = dict(zip(Binds(255).words(), ["T", "E", "α-", "α+", "β-", "β+", "f-", "f+"], strict=True))
+LEGEND = "binds: T latency, E energy, - and + the smallest and the largest allowed α, β, f"
 
 
 def plan(
-    preset: Annotated[str | None, typer.Argument(help=f"{PRESETS}; {USUAL} if none")] = None,
+    preset: Annotated[str | None, typer.Argument(help=f"{PRESETS}; default: {DEFAULT}")] = None,
     *,
     preset_too: Annotated[str | None, typer.Option("--preset", help="The same, by name")] = None,
-    round_: Annotated[
-        int | None, typer.Option("--round", min=0, help="Which round to plan; the first if none")
-    ] = None,
-    seed: Annotated[int | None, typer.Option(min=0, help="Instead of the preset's seed")] = None,
-    device: Annotated[
-        str | None, typer.Option(help=f"One device, not a cohort: {PROFILES}")
-    ] = None,
+    round_: Annotated[int | None, typer.Option("--round", min=0, help="Round; default: 0")] = None,
+    seed: Annotated[int | None, typer.Option(min=0, help="Overrides the preset's seed")] = None,
+    device: Annotated[str | None, typer.Option(help=f"Plan one device: {PROFILES}")] = None,
     latency: Annotated[float | None, typer.Option(help="Its latency budget in seconds")] = None,
     energy: Annotated[float | None, typer.Option(help="Its energy budget in joules")] = None,
     distance: Annotated[float | None, typer.Option(help="Its distance in metres")] = None,
     samples: Annotated[float | None, typer.Option(help="Its number of samples")] = None,
     set_: Overrides = None,
     json_: Json = False,
-    plot: Annotated[Path | None, typer.Option(help="Also draw a figure into this file")] = None,
+    plot: Plot = None,
 ) -> None:
     """Plan (α, β, f) of every device of a round, or of one device, under its budgets."""
     if preset and preset_too:
-        raise typer.BadParameter(f"--preset {preset_too} beside {preset}; give one of them")
-    preset = preset or preset_too or USUAL
+        raise typer.BadParameter(f"--preset {preset_too} beside {preset}; give only one of them")
+    preset = preset or preset_too or DEFAULT
     settings = config.load_preset(preset, set_ or [])
     if device is None:
         budgets = {"latency": latency, "energy": energy, "distance": distance, "samples": samples}
-        _refuse(budgets, "only with --device; use --set for a cohort")
-        planned = _plan_cohort(
-            settings, preset, settings.run.seed if seed is None else seed, round_ or 0
-        )
+        _reject(budgets, "only with --device; use --set for a cohort")
+        seed = settings.run.seed if seed is None else seed
+        planned = _plan_cohort(settings, preset, seed, round_ or 0)
     else:
-        _refuse({"round": round_, "seed": seed}, "only for a cohort, without --device")
+        _reject({"round": round_, "seed": seed}, "only for a cohort, without --device")
         if samples is not None:
             settings = replace(settings, fleet=replace(settings.fleet, samples=samples))
-        planned = _plan_device(settings, device, (latency, energy, distance))
+        planned = _plan_device(settings, device, latency, energy, distance)
     _show(planned, as_json=json_)
     if plot is not None:
-        draw = _plan_plots.draw_cohort if device is None else _plan_plots.draw_what_if
+        draw = draw_cohort if device is None else draw_what_if
         draw(plot, planned)
         if not json_:
             say(f"figure: {plot}")
@@ -82,38 +66,41 @@ def plan(
         planner.require_feasible(planned.strategies, planned.devices)
 
 
-def _refuse(options: Mapping[str, float | None], why: str) -> None:
+def _reject(options: Mapping[str, float | None], why: str) -> None:
     if given := [f"--{name}" for name, value in options.items() if value is not None]:
         raise typer.BadParameter(f"{', '.join(given)} {why}")
 
 
 def _plan_cohort(settings: config.Config, preset: str, seed: int, round_index: int) -> Planned:
     profiles = config.profiles_of(settings.fleet)
-    cohort = fleet.draw_cohort(
-        settings.fleet, seed=seed, round_index=round_index, profiles=profiles
-    )
+    cohort = draw.draw_cohort(settings.fleet, seed=seed, round_index=round_index, profiles=profiles)
     strategies = settings.plan(cohort.devices)
     title = f"{preset}, round {round_index}, seed {seed}"
     return Planned(title, cohort.index, cohort.distance_m, cohort.devices, strategies, settings)
 
 
 def _plan_device(
-    settings: config.Config, name: str, given: tuple[float | None, float | None, float | None]
+    settings: config.Config,
+    name: str,
+    latency: float | None,
+    energy: float | None,
+    distance: float | None,
 ) -> Planned:
     profile, spec = config.load_profile(name), settings.fleet
-    if given[2] is not None:  # whoever asks for a distance wants the channel there
+    if distance is None:
+        distance = spec.distance_mean_m or 2.0 * spec.radius_m / 3.0
+    else:  # a given distance asks for the cell's channel, not for the profile's own rate
         profile = replace(profile, rate_bps=None)
-    mean_distance = spec.distance_mean_m or 2.0 * spec.radius_m / 3.0
-    defaults = spec.latency_s, (spec.energy_min_j + spec.energy_max_j) / 2, mean_distance
-    latency, energy, distance = (
-        default if value is None else value for value, default in zip(given, defaults, strict=True)
+    devices = draw.place_device(
+        profile,
+        spec,
+        distance_m=distance,
+        latency_s=spec.latency_s if latency is None else latency,
+        energy_j=(spec.energy_min_j + spec.energy_max_j) / 2 if energy is None else energy,
     )
-    devices = fleet.place_device(
-        profile, spec, distance_m=distance, latency_s=latency, energy_j=energy
-    )
-    strategies = settings.plan(devices)
     title = f"{profile.name}, {settings.model.name} on {settings.data.name}"
-    return Planned(title, np.array([0]), np.array([distance]), devices, strategies, settings)
+    where = np.array([distance])
+    return Planned(title, np.array([0]), where, devices, settings.plan(devices), settings)
 
 
 def _show(planned: Planned, *, as_json: bool) -> None:
@@ -122,8 +109,7 @@ def _show(planned: Planned, *, as_json: bool) -> None:
     if as_json:
         emit_json({"title": planned.title, "devices": records, "summary": summary})
         return
-    latency = f"at most {planned.devices.latency_s.max():g} s"
-    title = f"{planned.title}, {latency}"
+    title = f"{planned.title}, at most {planned.devices.latency_s.max():g} s"
     out.print(table(title, COLUMNS, [_cells(item) for item in records]))
     say(LEGEND)
     for i, item in enumerate(records):
@@ -137,6 +123,8 @@ def _show(planned: Planned, *, as_json: bool) -> None:
 
 def _record(planned: Planned, i: int) -> dict[str, Any]:
     s, d = planned.strategies, planned.devices
+    slacks = ("latency_slack_s", "energy_slack_j")
+    needs = ("least_latency_s", "least_energy_j", "latency_floor_s", "energy_floor_j")
     return {
         "device": int(planned.index[i]),
         "distance_m": float(planned.distance_m[i]),
@@ -144,15 +132,11 @@ def _record(planned: Planned, i: int) -> dict[str, Any]:
         "latency_budget_s": float(d.latency_s[i]),
         "energy_budget_j": float(d.energy_j[i]),
         **asdict(s[i]),
-        "latency_slack_s": float(s.latency_slack_s[i]),
-        "energy_slack_j": float(s.energy_slack_j[i]),
+        **{name: float(getattr(s, name)[i]) for name in slacks},
         "feasible": bool(s.feasible[i]),
         "reason": str(Reason(int(s.reason[i]))),
         "binds": Binds(int(s.binds[i])).words(),
-        "least_latency_s": float(s.least_latency_s[i]),
-        "least_energy_j": float(s.least_energy_j[i]),
-        "latency_floor_s": float(s.latency_floor_s[i]),
-        "energy_floor_j": float(s.energy_floor_j[i]),
+        **{name: float(getattr(s, name)[i]) for name in needs},
     }
 
 
@@ -174,31 +158,30 @@ def _cells(record: dict[str, Any]) -> list[str]:
         f"{record['latency_s']:.2f}",
         f"{record['energy_j']:.2f}",
         f"{record['gain']:.5f}",
-        " ".join(sign for flag, sign in SYMBOLS.items() if flag.words()[0] in record["binds"]),
+        " ".join(SYMBOLS[word] for word in record["binds"]),
     ]
 
 
 def _summary(planned: Planned) -> dict[str, float]:
     s, settings = planned.strategies, planned.settings
-    taking_part = s.feasible
-    share = (s.alpha * s.beta)[taking_part]
+    taking_part = int(s.feasible.sum())
+    mean_alpha, mean_share = (
+        float(values[s.feasible].sum()) / max(taking_part, 1)
+        for values in (s.alpha, s.alpha * s.beta)
+    )
     summary = {
-        "devices_taking_part": int(taking_part.sum()),
-        "devices_sitting_out": int((~taking_part).sum()),
-        "mean_alpha": _mean(s.alpha[taking_part]),
-        "mean_alpha_beta": _mean(share),
-        "upload_kb_per_device": _mean(share) * settings.workload.size_bits / 8e3,
+        "devices_taking_part": taking_part,
+        "devices_sitting_out": len(s.feasible) - taking_part,
+        "mean_alpha": mean_alpha,
+        "mean_alpha_beta": mean_share,
+        "upload_kb_per_device": mean_share * settings.workload.size_bits / 8e3,
         "round_latency_s": float(s.latency_s.max()),
         "round_energy_j": float(s.energy_j.sum()),
         "mean_gain": float(s.gain.mean()),
     }
     method = settings.run.method
-    if methods.load(method).plan is planner.plan_strategies:  # who plans otherwise gains otherwise
+    if methods.load(method).plan is planner.plan_strategies:  # only then gains are comparable
         limits = settings.limits_of(method)
         clipped = planner.closed_form(planned.devices, settings.workload, limits, clipped=True)
         summary["mean_gain_of_the_clipped_closed_form"] = float(clipped.gain.mean())
     return summary
-
-
-def _mean(values: FloatArray) -> float:
-    return float(values.mean()) if values.size else 0.0

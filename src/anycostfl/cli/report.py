@@ -12,21 +12,22 @@ from anycostfl.cli._rounds import MISHAPS, counted
 from anycostfl.records.run import PAGE
 from anycostfl.report import write_page
 
-SHOWN = (
-    ("method", "method", ""),
-    ("rounds", "rounds", ""),
-    ("final_accuracy", "accuracy", ".2%"),
-    ("simulated_minutes", "simulated minutes", ".4g"),
-    ("energy_kj", "energy, kJ", ".4g"),
-    ("uploaded_mb", "uploaded, MB", ".4g"),
-    ("mean_alpha", "mean α", ".3f"),
-)
+SHOWN = {
+    "method": ("method", ""),
+    "rounds": ("rounds", ""),
+    "final_accuracy": ("accuracy", ".2%"),
+    "simulated_minutes": ("simulated minutes", ".4g"),
+    "energy_kj": ("energy, kJ", ".4g"),
+    "uploaded_mb": ("uploaded, MB", ".4g"),
+    "mean_alpha": ("mean α", ".3f"),
+    **{key: (title, "") for key, title in MISHAPS.items()},
+}
 
 
 def report(
     runs: Annotated[list[Path], typer.Argument(help="Run directories")],
     out_file: Annotated[
-        Path | None, typer.Option("--out", help="The page; else RUN/report.html or comparison.html")
+        Path | None, typer.Option("--out", help="Default: RUN/report.html, or comparison.html")
     ] = None,
     json: Json = False,
 ) -> None:
@@ -34,26 +35,20 @@ def report(
     path = out_file or (runs[0] / PAGE if len(runs) == 1 else Path("comparison.html"))
     found = write_page(runs, path)
     if json:
-        told = [{"name": r["name"], **r["summary"], "remarks": r["remarks"]} for r in found]
-        emit_json({"page": str(path), "runs": told})
+        shown = [{"name": r["name"], **r["summary"], "remarks": r["remarks"]} for r in found]
+        emit_json({"page": str(path), "runs": shown})
         return
-    for run in found:
-        for remark in run["remarks"]:
-            note(f"{run['name']}: {remark}")
+    note(*(f"{run['name']}: {remark}" for run in found for remark in run["remarks"]))
     rows = [
         [title, *(_cell(run["summary"][key], digits) for run in found)]
-        for key, title, digits in SHOWN
-    ]
-    rows += [
-        [title, *(_cell(run["summary"][key]) for run in found)]
-        for key, title in MISHAPS.items()
-        if any(run["summary"][key] for run in found)
+        for key, (title, digits) in SHOWN.items()
+        if key not in MISHAPS or any(run["summary"][key] for run in found)
     ]
     out.print(table("", ("", *(f">{run['name']}" for run in found)), rows))
     say(f"Open {path}")
 
 
-def _cell(value: object, digits: str = "") -> str:
+def _cell(value: object, digits: str) -> str:
     if isinstance(value, float):
         return format(value, digits)
     if isinstance(value, dict):

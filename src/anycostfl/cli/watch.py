@@ -1,4 +1,4 @@
-"""`anycostfl watch`: the page of a run while it goes on."""
+"""`anycostfl watch`: the page of a run in progress."""
 
 from __future__ import annotations
 
@@ -8,17 +8,17 @@ from typing import Annotated
 import typer
 
 from anycostfl.cli._console import say
-from anycostfl.report import LiveServer
+from anycostfl.report.live import LiveServer
 
 
 def watch(
     runs: Annotated[list[Path], typer.Argument(help="Run directories")],
-    port: Annotated[int, typer.Option(help="Port on this machine; 0 is any free one")] = 8008,
+    port: Annotated[int, typer.Option(help="Port on this machine; 0: any free one")] = 8008,
 ) -> None:
-    """Serve the page of runs that go on, on this machine only, until Ctrl-C."""
+    """Serve the page of runs in progress, on this machine only, until Ctrl-C."""
     try:
         with LiveServer(runs, port) as server:
             say(f"Watch at {server.address}  (Ctrl-C stops)")
             server.serve_forever(poll_interval=0.2)
     except KeyboardInterrupt:
-        say("No longer watching; the run itself is not touched.")
+        say("Stopped watching; the run itself is not affected.")

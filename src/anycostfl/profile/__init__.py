@@ -1,11 +1,11 @@
-"""Measure the machine this runs on: what the planner has to know about a device (Sec. IV-A).
+"""Measure this machine: what the planner has to know about a device (Sec. IV-A).
 
     W = FLOPs per sample / FLOPs per cycle, o    from training the task's own model
     ε = watts of training / f³                   from E = ε·f² per cycle, f cycles per second
-    S = 32 bits for every parameter              from the model
-    r                                            by sending bytes to a server, if one is named
+    S = 32 bits per parameter                    from the model
 
-What cannot be measured is estimated, named in the profile's `guess`, and its uncertainty is stated.
+What cannot be measured is estimated, listed in the profile's `guess`, and stated with its
+uncertainty. The rate r is not measured here: it stands in the profile or comes with `--rate-bps`.
 """
 
 from __future__ import annotations
@@ -16,76 +16,48 @@ import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 
+import tomli_w
 import torch
 
-from anycostfl import workers
-from anycostfl.config import Config, toml_lines
+from anycostfl.config import Config
+from anycostfl.device import cores
+from anycostfl.device import threads as use_threads
 from anycostfl.experiment import resolve
 from anycostfl.planning.draw import Profile
-from anycostfl.profile.machine import Clock, device_name, read_clock, read_gpu_clock
-from anycostfl.profile.meters import (
-    ESTIMATED_FACTOR,
-    Found,
-    Power,
-    estimate_power,
-    find_meter,
-    measure_power,
-)
-from anycostfl.profile.network import Rate
-from anycostfl.profile.pace import (
-    Pace,
-    Speed,
+from anycostfl.profile.machine import Clock, device_name, fixed_clock, read_clock, read_gpu_clock
+from anycostfl.profile.meters import Meter, Power, estimate_power, find_meter, measure_power
+from anycostfl.profile.speed import (
+    SpeedFit,
+    WidthTiming,
     elastic_model,
     fit_speed,
-    local_epoch,
-    measure_paces,
-    measured_alphas,
+    time_widths,
+    timed_epoch,
 )
 from anycostfl.shrink import ElasticModel
 
 TRANSMITTER_W = 0.1
-"""The paper's radio, for no machine measures its own."""
+"""The paper's radio: no machine measures its own."""
 
 WINDOW_S = 1.0
 
 
 @dataclass(frozen=True, slots=True)
-class Energy:
-    """Watts that training adds, and where the number comes from; `meter` is empty for a guess."""
-
-    power: Power
-    meter: str
-    remarks: tuple[str, ...]
-
-    @property
-    def source(self) -> str:
-        """Where the watts come from and how sure they are."""
-        if self.meter:
-            return f"energy: {self.meter}, load minus idle, ± {self.power.spread_w:.2g} W"
-        why = "; ".join(self.remarks)
-        return (
-            f"energy: {self.power.watts:g} W assumed for the busy cores, "
-            f"true within a factor of {ESTIMATED_FACTOR:g}: {why}"
-        )
-
-
-@dataclass(frozen=True, slots=True)
 class Measurement:
-    """Everything that was measured about this machine with one task."""
+    """Everything measured on this machine with one task."""
 
     name: str
     config: Config
     threads: int
     clock: Clock
-    paces: tuple[Pace, ...]
-    speed: Speed
-    energy: Energy
+    timings: tuple[WidthTiming, ...]
+    speed: SpeedFit
+    power: Power
     size_bits: int
-    rate: Rate | None = None
 
     @property
     def flops_per_cycle(self) -> float:
-        """Effective, over forward and backward and everything around them."""
+        """Effective, over the whole training step."""
         return self.speed.flops_per_second / self.clock.now_hz
 
     @property
@@ -96,7 +68,7 @@ class Measurement:
     @property
     def energy_coefficient(self) -> float:
         """ε."""
-        return self.energy.power.watts / self.clock.now_hz**3
+        return self.power.watts / self.clock.now_hz**3
 
 
 def measure(
@@ -108,52 +80,54 @@ def measure(
 ) -> Measurement:
     """Measure speed, clock and energy of this machine on the task of a configuration.
 
-    `seconds` is what tells the time: that of the wall, or that of the processor on one thread.
+    `seconds` is the timer: wall time, or processor time where one thread is used.
     """
     config = resolve(config)
     net = elastic_model(config)
-    clocks: list[Clock] = []
-    with workers.threads(threads or workers.cores()) as used:
-        clock = _clock(config)
+    clock = _read_clock(config.training.device)
+    frequencies: list[float] = []
 
-        def look() -> None:
-            if clock.source.startswith(("cpufreq", "devfreq")):
-                clocks.append(_clock(config))
+    def sample_clock() -> None:
+        if clock.is_live:
+            frequencies.append(_read_clock(config.training.device).now_hz)
 
-        alphas = measured_alphas(config)
-        paces = measure_paces(config, net, alphas, repeats, between=look, clock=seconds)
-        energy = measure_energy(config, net, used, find_meter())
-    now = statistics.median(seen.now_hz for seen in clocks) if clocks else clock.now_hz
+    with use_threads(threads or cores()) as used:
+        timings = time_widths(config, net, repeats, after_each=sample_clock, clock=seconds)
+        power = training_power(config, net, used, *find_meter())
     return Measurement(
         name=device_name(),
         config=config,
         threads=used,
-        clock=replace(clock, now_hz=now),
-        paces=tuple(paces),
-        speed=fit_speed(config.workload.flops_per_sample, paces),
-        energy=energy,
+        clock=replace(clock, now_hz=statistics.median(frequencies or [clock.now_hz])),
+        timings=tuple(timings),
+        speed=fit_speed(config.workload.flops_per_sample, timings),
+        power=power,
         size_bits=net.size_bits,
     )
 
 
-def _clock(config: Config) -> Clock:
-    if config.training.device != "cuda":
+def _read_clock(device: str) -> Clock:
+    if device != "cuda":
         return read_clock()
     if clock := read_gpu_clock():
         return clock
-    hertz = 1e3 * float(torch.cuda.get_device_properties(0).clock_rate)
-    return Clock(hertz, hertz, hertz, "the GPU's properties")
+    kilohertz = float(torch.cuda.get_device_properties(0).clock_rate)
+    return fixed_clock(1e3 * kilohertz, "the GPU's properties")
 
 
-def measure_energy(config: Config, net: ElasticModel, threads: int, found: Found) -> Energy:
-    """Watts that training the full model adds to an idle machine, with the meter that was found."""
-    meter, remarks = found
+def training_power(
+    config: Config,
+    net: ElasticModel,
+    threads: int,
+    meter: Meter | None,
+    problems: tuple[str, ...] = (),
+) -> Power:
+    """Watts that training the full model adds to an idle machine; estimated without a meter."""
     if config.training.device == "cuda" and (meter is None or meter.name.startswith("RAPL")):
-        meter, remarks = None, (*remarks, "the GPU has no meter, and its watts are not in this")
-    estimate = estimate_power(platform.machine(), threads)
+        meter, problems = None, (*problems, "the GPU has no meter, and its watts are not included")
     if meter is None:
-        return Energy(estimate, "", remarks)
-    train, batch = local_epoch(config, net, 1.0), config.training.batch
+        return estimate_power(platform.machine(), threads, problems)
+    train, batch = timed_epoch(config, net, 1.0), config.training.batch
 
     def work() -> None:
         end = time.perf_counter() + WINDOW_S
@@ -162,28 +136,25 @@ def measure_energy(config: Config, net: ElasticModel, threads: int, found: Found
 
     idle = measure_power(meter, lambda: time.sleep(WINDOW_S))
     load = measure_power(meter, work)
-    added = Power(load.watts - idle.watts, load.spread_w + idle.spread_w)
-    if added.watts <= added.spread_w:
-        remark = f"{meter.name} sees no difference between training and idling"
-        return Energy(estimate, "", (*remarks, remark))
-    return Energy(added, meter.name, remarks)
+    watts, spread_w = load.watts - idle.watts, load.spread_w + idle.spread_w
+    if watts > spread_w:
+        return Power(watts, spread_w, meter.name, problems)
+    why = f"{meter.name} shows no difference between training and idling"
+    return estimate_power(platform.machine(), threads, (*problems, why))
 
 
 # --- the profile ----------------------------------------------------------------------------------
 
 
 def as_profile(measured: Measurement, name: str = "") -> Profile:
-    """What the planner and the simulator take."""
+    """The profile that the planner and the simulator take."""
     clock, config = measured.clock, measured.config
-    widths = ", ".join(f"{pace.alpha:g}" for pace in measured.paces)
+    widths = ", ".join(f"{timing.alpha:g}" for timing in measured.timings)
     trained = (
         f"speed: {config.model.name} in {config.training.precision} on {config.training.device}, "
-        f"batches of {config.training.batch}, threads: {measured.threads}, α = {widths}; "
-        f"times lie within {100 * measured.speed.worst_error:.0f} % of proportional to α + overhead"
+        f"batches of {config.training.batch}, threads: {measured.threads}, α = {widths}; times are "
+        f"within {100 * measured.speed.worst_error:.0f} % of proportional to α + overhead"
     )
-    sources = [trained, f"clock: {clock.source}", measured.energy.source]
-    if measured.rate:
-        sources.append(f"rate: measured, round trip {1e3 * measured.rate.round_trip_s:.1f} ms")
     return Profile(
         name=name or measured.name,
         flops_per_cycle=_round(measured.flops_per_cycle),
@@ -192,9 +163,8 @@ def as_profile(measured: Measurement, name: str = "") -> Profile:
         frequency_max_hz=max(clock.max_hz, clock.min_hz),
         power_w=TRANSMITTER_W,
         overhead=_round(measured.speed.overhead),
-        rate_bps=_round(measured.rate.rate_bps) if measured.rate else None,
-        sources=tuple(sources),
-        guess=("power_w",) if measured.energy.meter else ("energy_coefficient", "power_w"),
+        sources=(trained, f"clock: {clock.source}", measured.power.source),
+        guess=("power_w",) if measured.power.meter else ("energy_coefficient", "power_w"),
     )
 
 
@@ -203,15 +173,16 @@ def _round(value: float) -> float:
 
 
 def to_toml(profile: Profile, measured: Measurement) -> str:
-    """The profile as TOML, with what it was fitted to in comments."""
+    """The profile as TOML, with the measured times in comments."""
     lines = [
-        "# Measured by `anycostfl profile`. Values named in `guess` are estimates.",
+        "# Measured by `anycostfl profile`. Values listed in `guess` are estimates.",
         f"# W = {measured.cycles_per_sample:.4g} cycles per sample of the full model, "
         f"S = {measured.size_bits:,} bits.",
         "#     α   FLOPs   ms per sample",
     ]
     lines += [
-        f"# {p.alpha:5.3f}   {p.flops_ratio:.3f}   {1e3 * p.seconds_per_sample:9.4f}"
-        for p in measured.paces
+        f"# {t.alpha:5.3f}   {t.flops_ratio:.3f}   {1e3 * t.seconds_per_sample:9.4f}"
+        for t in measured.timings
     ]
-    return "\n".join([*lines, *toml_lines(asdict(profile))]) + "\n"
+    known = {key: value for key, value in asdict(profile).items() if value is not None}
+    return "\n".join(lines) + "\n" + tomli_w.dumps(known)

@@ -1,4 +1,4 @@
-"""Pictures of runs: accuracy over rounds, time, energy and bytes; who holds which data."""
+"""Figures: accuracy over rounds, time, energy and bytes; data per device; sweeps."""
 
 from __future__ import annotations
 
@@ -14,21 +14,17 @@ from anycostfl.records.round import RoundRecord
 
 
 def new_figure(panels: int, size: tuple[float, float], **options: Any) -> tuple[Any, list[Any]]:
-    """A figure with panels side by side, for `save`; no window, no global state."""
+    """A figure with panels side by side, for `save`; without a window or global state."""
     try:
-        from matplotlib.backends.backend_agg import FigureCanvasAgg  # noqa: PLC0415 - optional
-        from matplotlib.figure import Figure  # noqa: PLC0415 - likewise
+        from matplotlib.figure import Figure  # noqa: PLC0415 - optional
     except ImportError as error:
-        raise MissingExtraError(
-            "figures need matplotlib: pip install 'anycostfl[plots]'"
-        ) from error
+        raise MissingExtraError("figures need: pip install 'anycostfl[plots]'") from error
     figure = Figure(figsize=size, layout="constrained")
-    FigureCanvasAgg(figure)
     return figure, list(figure.subplots(1, panels, squeeze=False, **options)[0])
 
 
 def save(figure: Any, path: Path) -> None:
-    """Write a figure, in a folder that need not be there yet."""
+    """Write a figure; missing folders are created."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         figure.savefig(path, dpi=110)
@@ -37,16 +33,13 @@ def save(figure: Any, path: Path) -> None:
 
 
 def draw_curves(runs: Mapping[str, Sequence[RoundRecord]], path: Path) -> None:
-    """Accuracy of one or several runs over what it cost to get there.
-
-    Costs of different orders of magnitude are shown by their logarithms.
-    """
+    """Accuracy over cost, for one or several runs; log axes for widely different costs."""
     figure, axes = new_figure(4, (14, 3.4), sharey=True)
     for name, records in runs.items():
         evaluated = [i for i, r in enumerate(records) if r.accuracy is not None]
         accuracy = [100 * (records[i].accuracy or 0) for i in evaluated]
-        for axis, (_, values) in zip(axes, _costs(records).items(), strict=True):
-            axis.plot([values[i] for i in evaluated], accuracy, label=name, linewidth=1.6)
+        for axis, costs in zip(axes, _costs(records).values(), strict=True):
+            axis.plot([costs[i] for i in evaluated], accuracy, label=name, linewidth=1.6)
     for axis, label in zip(axes, _costs([]), strict=True):
         axis.set_xlabel(label)
         axis.grid(alpha=0.3)
@@ -60,7 +53,7 @@ def draw_curves(runs: Mapping[str, Sequence[RoundRecord]], path: Path) -> None:
 
 
 def _costs(records: Sequence[RoundRecord]) -> dict[str, list[float]]:
-    """What had been spent after each round."""
+    """Cumulative cost after each round."""
     return {
         "round": [float(r.round + 1) for r in records],
         "simulated minutes": [s / 60 for s in accumulate(r.latency_s for r in records)],
@@ -70,7 +63,7 @@ def _costs(records: Sequence[RoundRecord]) -> dict[str, list[float]]:
 
 
 def draw_partition(counts: np.ndarray[tuple[int, int], np.dtype[np.int64]], path: Path) -> None:
-    """Who holds what: one bar per device, one colour per class; counts is (device, class)."""
+    """Samples per device and class: one bar per device; `counts` is (device, class)."""
     devices, classes = counts.shape
     figure, [axis] = new_figure(1, (max(6.0, min(14.0, 0.2 * devices)), 3.4))
     from matplotlib import colormaps  # noqa: PLC0415 - optional, but there now
@@ -81,8 +74,7 @@ def draw_partition(counts: np.ndarray[tuple[int, int], np.dtype[np.int64]], path
         colour = colours(kind % 10 / 10)
         axis.bar(range(devices), counts[:, kind], 1.0, bottom=bottom, color=colour, label=str(kind))
         bottom += counts[:, kind]
-    axis.set_xlabel("device")
-    axis.set_ylabel("training samples")
+    axis.set(xlabel="device", ylabel="training samples")
     axis.legend(title="class", ncols=2, loc="center left", bbox_to_anchor=(1, 0.5))
     save(figure, path)
 
@@ -91,13 +83,12 @@ Lines = Mapping[str, tuple[Sequence[float], Sequence[float]]]
 
 
 def draw_lines(panels: Mapping[str, Lines], x_label: str, path: Path) -> None:
-    """One panel per quantity, one line per method; the panel's name is what it shows."""
+    """One panel per quantity, one line per method."""
     figure, axes = new_figure(len(panels), (4.6 * len(panels), 3.6))
     for axis, (title, lines) in zip(axes, panels.items(), strict=True):
         for name, (x, y) in lines.items():
             axis.plot(x, y, "o-", label=name, linewidth=1.6, markersize=4)
-        axis.set_xlabel(x_label)
-        axis.set_ylabel(title)
+        axis.set(xlabel=x_label, ylabel=title)
         axis.grid(alpha=0.3)
     axes[0].legend()
     save(figure, path)

@@ -1,19 +1,16 @@
 """A run directory as the page needs it: columns of rounded numbers instead of the journal.
 
-Every directory is taken as hostile: what is not understood is passed over with a remark, text is
-cut to a sane length, and what is left are numbers, short strings and lists of them.
+Run directories are untrusted input. What cannot be parsed is skipped with a remark, text is cut to
+a maximum length, and what remains are numbers, short strings and lists of them.
 """
 
 from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
-
-import numpy as np
 
 from anycostfl.config import parse_config
 from anycostfl.errors import ConfigError
@@ -24,7 +21,7 @@ from anycostfl.records.run import CONFIG, ENVIRONMENT, JOURNAL, TIMING, WIDTHS, 
 from anycostfl.report.summary import summarise
 
 Document = dict[str, Any]
-"""What JSON can say."""
+"""A JSON object."""
 
 LONGEST_TEXT = 300  # characters of a status, a remark, a cell
 LARGEST_FILE = 1 << 20  # bytes of anything but the journals
@@ -32,47 +29,27 @@ LARGEST_FILE = 1 << 20  # bytes of anything but the journals
 BINDS = Binds(255).words()
 
 
-@dataclass(frozen=True, slots=True)
-class Asked:
-    """What of the configuration the page draws with; zeros where it could not be read."""
-
-    summary: str = ""
-    method: str = "?"
-    rounds: int = 0
-    target_accuracy: float = 1.0
-    latency_s: float = 0.0
-    devices: int = 0
-
-
 def gather(folder: Path, *, growing: bool = False) -> Document:
-    """Everything the page shows of one run; `growing` while the run goes on."""
+    """Everything the page shows of one run; `growing` while the run continues."""
     records, damage = read_journal(folder, growing=growing)
     remarks = list(damage)
     config = _text(folder / CONFIG, remarks)
-    asked = _asked(config, remarks)
+    settings = _settings(config, remarks)
+    summary = summarise(settings["method"], settings["target"], records)
+    causes = {cause[:LONGEST_TEXT]: times for cause, times in refusals(records).items()}
     return {
         "name": folder.resolve().name,
-        "title": asked.summary,
-        "planned": asked.rounds,
-        "target": asked.target_accuracy,
-        "latency_s": asked.latency_s,
-        "fleet": asked.devices,
-        "summary": _summary(asked, records),
+        **settings,
+        "summary": {**_table_row(summary), "refused_because": causes},
         "config": config,
-        "environment": _environment(folder / ENVIRONMENT, remarks),
+        "environment": _json(folder / ENVIRONMENT, _environment, remarks) or {},
         "wall_s": _wall_s(folder / TIMING, len(records)),
-        "written": _written(folder / JOURNAL),
+        "written": (folder / JOURNAL).stat().st_mtime if (folder / JOURNAL).exists() else None,
         "rounds": _round_columns(records),
         **_device_columns([d for r in records for d in r.devices]),
-        "widths": _widths(folder / WIDTHS, remarks),
+        "widths": _json(folder / WIDTHS, _widths, remarks) or [],
         "remarks": [remark[:LONGEST_TEXT] for remark in remarks],
     }
-
-
-def _summary(asked: Asked, records: Sequence[RoundRecord]) -> Document:
-    summary = summarise(asked.method, asked.target_accuracy, records)
-    causes = {cause[:LONGEST_TEXT]: times for cause, times in refusals(records).items()}
-    return {**_plain(summary), "refused_because": causes}
 
 
 # --- the journal ----------------------------------------------------------------------------------
@@ -94,47 +71,34 @@ def _round_columns(records: Sequence[RoundRecord]) -> Document:
 
 
 def _device_columns(devices: Sequence[DeviceRecord]) -> Document:
-    """One value per device and round, round after round; words are numbered."""
+    """One value per device and round, round after round; statuses and binds are numbered."""
     statuses = sorted({d.explained[:LONGEST_TEXT] for d in devices})
     number = {status: i for i, status in enumerate(statuses)}
     bit = {word: 1 << i for i, word in enumerate(BINDS)}
+    shares = (d.energy_j / d.budget_j if d.budget_j > 0 else None for d in devices)
+    fields = ("alpha", "beta", "compute_s", "upload_s", "compute_j", "upload_j")
     return {
         "statuses": statuses,
         "binds": BINDS,
         "devices": {
             "device": [d.device for d in devices],
             "status": [number[d.explained[:LONGEST_TEXT]] for d in devices],
-            "alpha": _rounded((d.alpha for d in devices), 3),
-            "beta": _rounded((d.beta for d in devices), 3),
+            **{field: _rounded((getattr(d, field) for d in devices), 3) for field in fields},
             "frequency_mhz": _rounded((d.frequency_hz / 1e6 for d in devices), 3),
             "bytes_up": [d.bytes_up for d in devices],
-            "compute_s": _rounded((d.compute_s for d in devices), 3),
-            "upload_s": _rounded((d.upload_s for d in devices), 3),
-            "compute_j": _rounded((d.compute_j for d in devices), 3),
-            "upload_j": _rounded((d.upload_j for d in devices), 3),
             "latency_s": _rounded((d.latency_s for d in devices), 4),
-            "energy_share": _rounded((_share(d.energy_j, d.budget_j) for d in devices), 4),
+            "energy_share": _rounded(shares, 4),
             "binds": [sum(bit.get(word, 0) for word in set(d.binds)) for d in devices],
         },
     }
 
 
-def _share(spent: float, budget: float) -> float:
-    return spent / budget if budget > 0 else math.nan
-
-
 def _rounded(values: Iterable[float | None], digits: int) -> list[float | None]:
-    """So many significant digits; None for what is missing or not finite."""
-    exact = np.array([math.nan if v is None else v for v in values], np.float64)
-    finite = np.isfinite(exact)
-    size = np.where(finite & (exact != 0), np.abs(exact), 1.0)
-    places = np.clip(digits - 1 - np.floor(np.log10(size)), -300, 300)
-    # Two powers, for one below 1 would not be exact.
-    up, down = 10.0 ** np.maximum(places, 0), 10.0 ** np.maximum(-places, 0)
-    short = (np.rint(np.where(finite, exact, 0.0) * up / down) * down / up).tolist()
+    """Numbers with this many significant digits; None for what is missing or not finite."""
+    rounded = (math.nan if value is None else float(f"{value:.{digits}g}") for value in values)
     return [
-        (int(v) if v.is_integer() and abs(v) < 1e15 else v) if known else None
-        for v, known in zip(short, finite.tolist(), strict=True)
+        (int(v) if v.is_integer() and abs(v) < 1e15 else v) if math.isfinite(v) else None
+        for v in rounded
     ]
 
 
@@ -142,54 +106,49 @@ def _rounded(values: Iterable[float | None], digits: int) -> list[float | None]:
 
 
 def _text(path: Path, remarks: list[str]) -> str:
-    if path.is_symlink():  # to wherever: what it holds is not the run's, and the page may travel
-        remarks.append(f"{path.name} is a link and was passed over")
+    if path.is_symlink():  # its target is not part of the run, and the page may be passed on
+        remarks.append(f"{path.name} is a link and was skipped")
         return ""
     try:
-        content = read_file(path, LARGEST_FILE)
+        return read_file(path, LARGEST_FILE).decode("utf-8", "replace")
     except OSError as error:
         remarks.append(f"{path.name} cannot be read ({error.strerror or error})")
         return ""
-    return content.decode("utf-8", "replace")
 
 
-def _asked(config: str, remarks: list[str]) -> Asked:
+def _settings(config: str, remarks: list[str]) -> Document:
+    """The parts of the configuration that the page needs."""
     try:
         known = parse_config(config, CONFIG, foreign=True)
     except ConfigError as error:
-        remarks.append(f"{CONFIG} is not understood, so targets and budgets are missing ({error})")
-        return Asked()
-    return Asked(
-        summary=known.summary[:LONGEST_TEXT],
-        method=known.run.method[:LONGEST_TEXT],
-        rounds=known.run.rounds,
-        target_accuracy=known.run.target_accuracy,
-        latency_s=known.fleet.latency_s,
-        devices=known.fleet.devices,
-    )
+        remarks.append(f"{CONFIG} cannot be parsed, so targets and budgets are missing ({error})")
+        unknown = {"title": "", "method": "?", "planned": 0, "target": 1.0}
+        return {**unknown, "latency_s": 0.0, "fleet": 0}
+    return {
+        "title": known.summary[:LONGEST_TEXT],
+        "method": known.run.method[:LONGEST_TEXT],
+        "planned": known.run.rounds,
+        "target": known.run.target_accuracy,
+        "latency_s": known.fleet.latency_s,
+        "fleet": known.fleet.devices,
+    }
 
 
-def _json(path: Path, remarks: list[str]) -> Any:
-    """The content of an optional JSON file; None if it is missing or damaged."""
+def _json(path: Path, parse: Callable[[Any], Any], remarks: list[str]) -> Any:
+    """The parsed content of an optional JSON file; None if it is missing or damaged."""
     if not path.is_file():
         return None
     try:
-        return json.loads(_text(path, remarks))
+        return parse(json.loads(_text(path, remarks)))
     except (ValueError, RecursionError) as error:
-        remarks.append(f"{path.name} is damaged and was passed over ({error})")
+        remarks.append(f"{path.name} is damaged and was skipped ({error})")
         return None
 
 
-def _environment(path: Path, remarks: list[str]) -> dict[str, str]:
-    """Names and values in words."""
-    found = _json(path, remarks)
+def _environment(found: Any) -> dict[str, str]:
     if not isinstance(found, dict):
         return {}
-    try:
-        return {str(key)[:LONGEST_TEXT]: _words(value) for key, value in found.items()}
-    except RecursionError:
-        remarks.append(f"{path.name} is damaged and was passed over: it is nested too deeply")
-        return {}
+    return {str(key)[:LONGEST_TEXT]: _words(value) for key, value in found.items()}
 
 
 def _words(value: object) -> str:
@@ -200,27 +159,19 @@ def _words(value: object) -> str:
     return str(value)[:LONGEST_TEXT]
 
 
-def _widths(path: Path, remarks: list[str]) -> list[Document]:
-    """Rows of measured sub-models, narrowest first: α, accuracy and whatever else was measured."""
-    found = _json(path, remarks)
-    if found is None:
-        return []
+def _widths(found: Any) -> list[Document]:
+    """Measured sub-models, narrowest first: α, accuracy and anything else that was measured."""
     rows = found if isinstance(found, list) else [found]
-    if not all(
-        isinstance(row, dict) and {"alpha", "accuracy"} <= {k for k in row if _is_number(row[k])}
-        for row in rows
-    ):
-        remarks.append(f"{path.name} is damaged and was passed over: a row lacks α or accuracy")
-        return []
-    try:
-        return [_plain(row) for row in sorted(rows, key=lambda row: float(row["alpha"]))]
-    except RecursionError:
-        remarks.append(f"{path.name} is damaged and was passed over: it is nested too deeply")
-        return []
+    for row in rows:
+        if not (
+            isinstance(row, dict) and all(_is_number(row.get(k)) for k in ("alpha", "accuracy"))
+        ):
+            raise ValueError("a row lacks α or accuracy")
+    return [_table_row(row) for row in sorted(rows, key=lambda row: float(row["alpha"]))]
 
 
-def _plain(row: Document) -> Document:
-    """Only what a table cell can show."""
+def _table_row(row: Document) -> Document:
+    """Values that a table cell can show."""
     return {
         str(key)[:LONGEST_TEXT]: value if value is None or _is_number(value) else _words(value)
         for key, value in row.items()
@@ -232,7 +183,7 @@ def _is_number(value: object) -> bool:
 
 
 def _wall_s(path: Path, rounds: int) -> float | None:
-    """How long the rounds really took; None where that is not known."""
+    """Wall time of all rounds; None if it is unknown."""
     try:
         lines = read_file(path, LARGEST_FILE).splitlines()
         seconds = {item["round"]: float(item["seconds"]) for item in map(json.loads, lines)}
@@ -240,11 +191,3 @@ def _wall_s(path: Path, rounds: int) -> float | None:
     except (OSError, ValueError, TypeError, LookupError, RecursionError, OverflowError):
         return None
     return total if math.isfinite(total) else None
-
-
-def _written(path: Path) -> float | None:
-    """When the last round was written down, in seconds since 1970."""
-    try:
-        return path.stat().st_mtime
-    except OSError:
-        return None

@@ -1,8 +1,8 @@
-"""The page of a run that goes on, served on this machine alone.
+"""The page of a run in progress, served on 127.0.0.1 only.
 
-Two addresses exist, `/` and `/data`; neither names a file, so there is no path to escape from. The
-page asks for `/data` again and again and is told 304 until a round was added. Requests that were
-not addressed to this machine by its own name are refused, so no web page elsewhere can read along.
+There are two addresses, `/` and `/data`; neither names a file, so no path can be traversed. The
+page polls `/data` and gets 304 until a round is added. Requests with a foreign Host header are
+refused, so no other web page can read the data (DNS rebinding).
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any, cast
 
-from anycostfl.errors import AnycostError
+from anycostfl.errors import AnycostError, ConfigError
 from anycostfl.records.run import CONFIG, JOURNAL, WIDTHS
 from anycostfl.report.gather import Document
 from anycostfl.report.page import gather_all, policy, render
@@ -25,12 +25,8 @@ from anycostfl.report.page import gather_all, policy, render
 HOST = "127.0.0.1"
 
 
-class PortInUseError(AnycostError, OSError):
-    """A port that cannot be listened on."""
-
-
 class LiveServer(ThreadingHTTPServer):
-    """Serves the page of some runs on 127.0.0.1; port 0 takes any that is free."""
+    """Serves the page of some runs on 127.0.0.1; port 0 is any free one."""
 
     daemon_threads = True
 
@@ -42,22 +38,21 @@ class LiveServer(ThreadingHTTPServer):
         try:
             super().__init__((HOST, port), _Handler)
         except (OSError, OverflowError) as error:
-            raise PortInUseError(
-                f"cannot listen on port {port}: {error}; choose another --port, or 0 for any"
-            ) from error
+            why = f"cannot listen on {port}: {error}; choose another, or 0 for any free one"
+            raise ConfigError([f"--port: {why}"]) from error
 
     def handle_error(self, request: object, client_address: object) -> None:
-        """A browser that leaves before it has read everything is no mistake."""
+        """Ignore browsers that disconnect early."""
         if not isinstance(sys.exception(), ConnectionError):
             super().handle_error(cast("Any", request), client_address)
 
     @property
     def address(self) -> str:
-        """What to open in a browser."""
+        """The URL to open in a browser."""
         return f"http://{HOST}:{self.server_address[1]}/"
 
     def latest(self) -> tuple[str, list[Document]]:
-        """A tag that changes with the runs, and the runs; they are read again when it changed."""
+        """The runs, and a tag that changes with them; they are read again only when it has."""
         with self._lock:
             tag = _tag(self.folders)
             if tag != self._read[0]:
@@ -66,53 +61,44 @@ class LiveServer(ThreadingHTTPServer):
 
 
 def _tag(folders: Sequence[Path]) -> str:
-    """Sizes and times of the files that change."""
-    state = ""
-    for path in (folder / name for folder in folders for name in (CONFIG, JOURNAL, WIDTHS)):
-        try:
-            found = path.stat()
-        except OSError:
-            state += "-,"
-            continue
-        state += f"{found.st_size}:{found.st_mtime_ns},"
+    """A checksum of sizes and times of the files that change."""
+    paths = [folder / name for folder in folders for name in (CONFIG, JOURNAL, WIDTHS)]
+    stats = [path.stat() if path.exists() else None for path in paths]
+    state = str([(found.st_size, found.st_mtime_ns) if found else None for found in stats])
     return f'"{zlib.crc32(state.encode()):08x}"'
 
 
 class _Handler(BaseHTTPRequestHandler):
-    """Answers one request."""
-
     server: LiveServer
     server_version, sys_version = "anycostfl", ""
     protocol_version = "HTTP/1.1"
     timeout = 30  # seconds a connection may stay silent
 
     def do_GET(self) -> None:
-        """Answer for the page, or for its data if they changed."""
-        if not self._is_for_this_machine():
-            self._answer(HTTPStatus.MISDIRECTED_REQUEST, "text/plain", b"not this machine's name\n")
-            return
+        """Send the page, or its data if they have changed."""
+        port = self.server.server_address[1]
         path = self.path.partition("?")[0]
+        if self.headers.get("Host", "") not in {f"{HOST}:{port}", f"localhost:{port}"}:
+            self._answer(HTTPStatus.MISDIRECTED_REQUEST, "text/plain", "wrong Host\n")
+            return
         if path not in ("/", "/data"):
-            self._answer(HTTPStatus.NOT_FOUND, "text/plain", b"there is only /\n")
+            self._answer(HTTPStatus.NOT_FOUND, "text/plain", "only / exists\n")
             return
         try:
             tag, runs = self.server.latest()
         except (AnycostError, OSError) as error:
-            self._answer(HTTPStatus.SERVICE_UNAVAILABLE, "text/plain", f"{error}\n".encode())
+            self._answer(HTTPStatus.SERVICE_UNAVAILABLE, "text/plain", f"{error}\n")
             return
         if path == "/":
-            self._answer(HTTPStatus.OK, "text/html", render(runs, live=True).encode())
+            self._answer(HTTPStatus.OK, "text/html", render(runs, live=True))
         elif self.headers.get("If-None-Match") == tag:
-            self._answer(HTTPStatus.NOT_MODIFIED, "application/json", b"", tag)
+            self._answer(HTTPStatus.NOT_MODIFIED, "application/json", "", tag)
         else:
             content = json.dumps(runs, separators=(",", ":"), allow_nan=False)
-            self._answer(HTTPStatus.OK, "application/json", content.encode(), tag)
+            self._answer(HTTPStatus.OK, "application/json", content, tag)
 
-    def _is_for_this_machine(self) -> bool:
-        port = self.server.server_address[1]
-        return self.headers.get("Host", "") in {f"{HOST}:{port}", f"localhost:{port}"}
-
-    def _answer(self, status: HTTPStatus, kind: str, content: bytes, tag: str = "") -> None:
+    def _answer(self, status: HTTPStatus, kind: str, text: str, tag: str = "") -> None:
+        content = text.encode()
         self.send_response(status)
         self.send_header("Content-Type", f"{kind}; charset=utf-8")
         self.send_header("Content-Length", str(len(content)))
@@ -126,4 +112,4 @@ class _Handler(BaseHTTPRequestHandler):
         self.wfile.write(content)
 
     def log_message(self, format: str, *args: object) -> None:  # noqa: A002 - the name it has
-        """Say nothing."""
+        """Do not log requests."""

@@ -1,4 +1,4 @@
-"""What a run reached and what it cost, in one small table."""
+"""Accuracy and cost of a run, as one flat table."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from anycostfl.records.round import RoundRecord, Status, refusals, rounds_to, to
 def summarise(
     method: str, target_accuracy: float, records: Sequence[RoundRecord]
 ) -> dict[str, object]:
-    """Accuracy, cost, and the cost of the first round that reached the target."""
+    """Accuracy, cost, and the cost up to the first round that reached the target."""
     accuracies = [r.accuracy for r in records if r.accuracy is not None]
     devices = [device for record in records for device in record.devices]
     sent = [d for d in devices if d.bytes_up]

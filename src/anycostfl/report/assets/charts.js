@@ -1,6 +1,6 @@
-// Line, area and bar charts: uPlot with our axes, a readout in words, and the arrow keys.
+// Line, area and bar charts: uPlot with our axes, a readout as text, and arrow keys.
 
-/** A titled chart with a readout below and its numbers as a table; draw and tabulate come later. */
+/** A titled chart with a readout below and its numbers as a table; `draw` fills it. */
 function figure(parent, title, label) {
   const box = make("div", { class: "chart", tabindex: "0", role: "group", "aria-label": label });
   const readout = make("p", { class: "readout", "aria-live": "off" });
@@ -41,8 +41,8 @@ function axis(more) {
 }
 
 /**
- * Draw or draw again. `data` is uPlot's: x, then one array per series. `describe(index)` puts the
- * point under the cursor into words, `rest` is said without one; `tabulate()` gives the numbers.
+ * Draw or draw again. `data` is uPlot's: x, then one array per series. `describe(index)` is the
+ * readout at the cursor, `rest` the one without a cursor; `tabulate()` gives the numbers.
  * `marks` are horizontal lines: [value, label].
  */
 function draw(view, { data, series, x, y, height = 280, describe, rest, tabulate, marks = [], bands = [] }) {

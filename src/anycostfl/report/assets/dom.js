@@ -1,4 +1,4 @@
-// Building the page and putting numbers into words. Text only ever becomes a text node.
+// Build elements and format numbers. Text is only ever inserted as text nodes.
 
 const byId = (id) => document.getElementById(id);
 
@@ -12,7 +12,7 @@ function make(tag, attributes = {}, ...children) {
 
 const isNumber = (value) => typeof value === "number" && Number.isFinite(value);
 
-/** A number with so many significant digits. */
+/** A number with this many significant digits. */
 function number(value, digits = 3) {
   if (!isNumber(value)) return "–";
   return value.toLocaleString("en", { maximumSignificantDigits: digits });
@@ -39,7 +39,7 @@ function unitFor(kind, value) {
   return UNITS[kind].find(([, size]) => Math.abs(value) >= least * size) ?? UNITS[kind].at(-1);
 }
 
-/** A quantity in words, such as "3.2 kJ". */
+/** A quantity with its unit, such as "3.2 kJ". */
 function amount(kind, value, digits = 3) {
   if (!isNumber(value)) return "–";
   if (value === 0) return `0 ${kind === "bytes" ? "B" : kind === "joules" ? "J" : "s"}`;
@@ -64,7 +64,7 @@ function quantile(sorted, share) {
   return sorted[low] + (sorted[high] - sorted[low]) * (place - low);
 }
 
-/** A table in a box that scrolls by itself; the first column names the row. */
+/** A table in a scrollable box; the first column names the row. */
 function table(caption, columns, rows, words = []) {
   const side = (index) => (index === 0 || words.includes(index) ? { class: "words" } : {});
   const head = columns.map((title, i) => make("th", { scope: "col", ...side(i) }, title));
@@ -97,12 +97,12 @@ const chip = (colour) => {
   return mark;
 };
 
-/** What colours mean. */
+/** The meaning of colours. */
 function legend(entries) {
   return make("ul", { class: "legend" }, ...entries.map(([colour, label]) => make("li", {}, chip(colour), label)));
 }
 
-/** A bar of several parts; what it says stands in text beside it. */
+/** A bar of several parts; its values are given as text beside it. */
 function meter(parts) {
   const bar = make("span", { class: "meter", "aria-hidden": "true" });
   for (const [share, colour] of parts) {

@@ -156,7 +156,7 @@ function niceStep(step) {
   return [1, 2, 5, 10].map((n) => n * size).find((n) => n >= step) ?? 10 * size;
 }
 
-/** A cell in words. */
+/** The text for a cell. */
 function describeCell(run, round, row) {
   const device = run.rows[row];
   const i = run.entryAt(round, device);
@@ -177,18 +177,16 @@ const inside = (run, { round, row }) => ({
   row: Math.max(0, Math.min(run.rows.length - 1, row)),
 });
 
-/** The map with its keys, pointer and readout. */
+/** The map with its keys, pointer and readout; a figure whose chart is a canvas. */
 function heatmap(parent) {
   const help = "Who took part, a map of devices and rounds. Arrow keys go from cell to cell.";
-  const box = make("div", { class: "chart heat", tabindex: "0", role: "application", "aria-label": help });
-  const readout = make("p", { class: "readout", "aria-live": "off" });
-  const key = make("div");
-  const holder = make("div");
-  const details = make("details", {}, make("summary", {}, "The numbers as a table"), holder);
-  parent.append(make("div", { class: "card" }, box, readout, key, details));
+  const view = figure(parent, "", help);
+  const { box, readout } = view;
+  box.classList.add("heat");
+  box.setAttribute("role", "application");
   const cursor = box.appendChild(make("i", { class: "cell", hidden: "" }));
-  const view = { box, at: null, run: null, quantity: "alpha" };
-  view.fill = () => details.open && holder.replaceChildren(tabulateMap(view.run, view.quantity));
+  Object.assign(view, { at: null, run: null, quantity: "alpha" });
+  view.tabulate = () => tabulateMap(view.run, view.quantity);
   view.paint = () => {
     view.map = drawHeatmap(box, view.run, view.quantity);
     show(view.at);
@@ -196,7 +194,7 @@ function heatmap(parent) {
   view.update = (run, quantity) => {
     Object.assign(view, { run, quantity });
     view.paint();
-    key.replaceChildren(view.map.legend);
+    view.key.replaceChildren(view.map.legend);
     view.fill();
   };
   const show = (wanted) => {
@@ -206,14 +204,12 @@ function heatmap(parent) {
     readout.textContent = cursor.hidden ? "" : describeCell(view.run, at.round, at.row);
     if (at) Object.assign(cursor.style, view.map.frame(at));
   };
-  details.addEventListener("toggle", view.fill);
   box.addEventListener("pointermove", (event) => {
     const from = box.getBoundingClientRect();
     show(view.map.place(event.clientX - from.left, event.clientY - from.top));
   });
   box.addEventListener("pointerleave", () => document.activeElement !== box && show(null));
-  box.addEventListener("focus", () => readout.setAttribute("aria-live", "polite"));
-  box.addEventListener("blur", () => { readout.setAttribute("aria-live", "off"); show(null); });
+  box.addEventListener("blur", () => show(null));
   box.addEventListener("keydown", (event) => {
     const moves = { ArrowLeft: [-1, 0], ArrowRight: [1, 0], ArrowUp: [0, -1], ArrowDown: [0, 1] };
     if (!(event.key in moves) || !view.run.length) return;

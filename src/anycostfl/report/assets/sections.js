@@ -1,4 +1,4 @@
-// The sections of the page. Each builds itself once and returns how to show the runs as they are.
+// The sections of the page. Each is built once and returns a function that shows the current runs.
 
 /** A section with a heading, an explanation and a link in the contents. */
 function section(id, title, lead, short = title) {
@@ -9,7 +9,7 @@ function section(id, title, lead, short = title) {
   return element;
 }
 
-/** Damage, in plain sight. */
+/** What could not be read, at the top of the page. */
 function remarksSection() {
   const holder = make("div");
   byId("main").append(holder);
@@ -299,7 +299,7 @@ function splitTable(run) {
     split("Energy of all devices", "joules", [["computing", sum(rounds.compute_j)], ["uploading", sum(rounds.upload_j)]]),
     split("Time, of the slowest device of each round", "seconds", [["computing", sum(rounds.compute_s)], ["uploading", sum(rounds.upload_s)]]),
     split("Bytes", "bytes", [["down (sub-models)", sum(rounds.bytes_down)], ["up (updates)", sum(rounds.bytes_up)]]),
-    ["Spent in vain, on refused updates", amount("joules", sum(refused.map(run.energyOf))), "",
+    ["Wasted on refused updates", amount("joules", sum(refused.map(run.energyOf))), "",
       `${amount("bytes", sum(refused.map((i) => run.devices.bytes_up[i])))} up`],
   ], [3]);
   return view;

@@ -58,7 +58,7 @@ function watchTheme() {
   label();
 }
 
-/** Ask the server for news, as long as somebody looks. */
+/** Poll the server while the page is visible. */
 function follow() {
   let tag = "";
   const note = byId("state").parentElement.appendChild(make("p", { class: "brand live" }));
@@ -73,7 +73,7 @@ function follow() {
       }
       note.replaceChildren(make("span", { class: "pulse" }), liveWords());
     } catch {
-      note.replaceChildren("The server has stopped; this is the last it said.");
+      note.replaceChildren("The server has stopped; this is the last data it sent.");
     }
   };
   const again = async () => { await ask(); setTimeout(again, POLL_MS); };
