@@ -15,7 +15,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from anycostfl.flower.roster import NotEnoughDevicesError, Terms
 from flwr.app import ArrayRecord, Error, Message, RecordDict
 from torch import Tensor
 
@@ -23,49 +22,65 @@ from anycostfl import methods
 from anycostfl.codec import compress
 from anycostfl.codec.dense import pack_dense
 from anycostfl.config import Config
-from anycostfl.device import Reply
+from anycostfl.device import Reply, threads
 from anycostfl.errors import AnycostError, ConfigError
-from anycostfl.experiment import prepare, settle
-from anycostfl.fleets.pool import one_thread
-from anycostfl.flower import messages, roster, server
-from anycostfl.flower.messages import MessageError
+from anycostfl.experiment import build_experiment, load_data, resolve
+from anycostfl.flower import fleet
+from anycostfl.flower.fleet import NotEnoughDevicesError, RoundPolicy
+from anycostfl.flower.messages import to_envelope, to_records
 from anycostfl.flower.numbers import NotReadyError, Numbers, NumberTakenError, note_nodes
+from anycostfl.flower.server import serve_rounds
 from anycostfl.flower.strategy import AnycostStrategy
+from anycostfl.loop import RoundResult
 from anycostfl.planning.cost import make_devices
-from anycostfl.records.round import RoundRecord
-from anycostfl.records.run import read_journal
-from anycostfl.rounds import DUPLICATE, Outcome
-from anycostfl.runs import Turn, begin
-from anycostfl.server import Server
-from anycostfl.simulate import play
+from anycostfl.records.round import RoundRecord, Status
+from anycostfl.records.run import SavedRun, read_journal
+from anycostfl.rounds import Offers, close_round, first_state, open_round
+from anycostfl.runs import begin
+from anycostfl.simulate import simulate
+from anycostfl.wire import messages
+from anycostfl.wire.envelope import Envelope, MessageError
 from flower_grid import FIRST_NODE, LocalGrid, Tamper, honest
 from small_runs import small_config
 
-QUICK = Terms(deadline_s=30.0, wait_for=5, patience_s=30.0)
+QUICK = RoundPolicy(deadline_s=30.0, wait_for=5, patience_s=30.0)
 SHORT = replace(QUICK, deadline_s=2.0)
 
 
 def config_of(folder: Path, *more: str) -> Config:
     five = ("fleet.devices=5", "fleet.cohort=5", "run.rounds=2")
-    return settle(small_config(folder, *five, *more))
+    return resolve(small_config(folder, *five, *more))
 
 
-def over_flower(config: Config, tamper: Tamper = honest, terms: Terms = QUICK) -> list[Turn]:
-    return list(server.play(config, LocalGrid(config.fleet.devices, tamper), terms))
+def over_flower(
+    config: Config, tamper: Tamper = honest, policy: RoundPolicy = QUICK
+) -> list[RoundResult]:
+    return list(serve_rounds(config, LocalGrid(config.fleet.devices, tamper), policy))
+
+
+def saved(results: list[RoundResult]) -> SavedRun:
+    """What is on disk after these rounds."""
+    records = tuple(result.record for result in results)
+    return SavedRun("", records, results[-1].state.checkpoint(), ())
+
+
+def told(results: list[RoundResult], device: int) -> list[str]:
+    """What became of a device in every round."""
+    return [d.explained for r in results for d in r.record.devices if d.device == device]
 
 
 def off_the_wire(record: RoundRecord) -> RoundRecord:
     """As the simulator writes it, which sends no messages."""
-    devices = [replace(d, wire_bytes_up=0, wire_bytes_down=0) for d in record.devices]
+    devices = [replace(d, wire_bytes_up=0, wire_bytes_down=0, busy_s=0.0) for d in record.devices]
     return replace(record, devices=tuple(devices))
 
 
-def assert_same(flower: list[Turn], simulated: list[Turn]) -> None:
+def assert_same(flower: list[RoundResult], simulated: list[RoundResult]) -> None:
     assert [off_the_wire(t.record) for t in flower] == [t.record for t in simulated]
     for one, other in zip(flower, simulated, strict=True):
-        assert one.after.state.keys() == other.after.state.keys()
-        for name, tensor in other.after.state.items():
-            assert torch.equal(one.after.state[name], tensor), name
+        assert one.state.weights.keys() == other.state.weights.keys()
+        for name, tensor in other.state.weights.items():
+            assert torch.equal(one.state.weights[name], tensor), name
 
 
 SOON = ("anycostfl", "stc", "heterofl")
@@ -78,7 +93,7 @@ METHODS = [
 def test_the_result_is_the_simulators_bit_for_bit(tmp_path: Path, method: str) -> None:
     config = config_of(tmp_path, f"run.method={method}", "run.rounds=3", "fleet.cohort=4")
     flower = over_flower(config)
-    assert_same(flower, list(play(config)))
+    assert_same(flower, list(simulate(config)))
     assert len({d.alpha for t in flower for d in t.record.devices}) > 1 or method != "anycostfl"
 
 
@@ -86,12 +101,12 @@ def test_as_a_strategy_of_flower_it_is_the_same(tmp_path: Path) -> None:
     kept = ("compression.feedback=true", "aggregation.momentum=0.5")
     config = config_of(tmp_path, "run.rounds=3", "fleet.cohort=4", *kept)
     strategy = AnycostStrategy(config)
-    with one_thread():
+    with threads(1):
         result = strategy.start(LocalGrid(5), strategy.initial_arrays(), num_rounds=3)
-    simulated = list(play(config))
+    simulated = list(simulate(config))
     assert [off_the_wire(r) for r in strategy.records] == [t.record for t in simulated]
     state = result.arrays.to_torch_state_dict()
-    for name, tensor in simulated[-1].after.state.items():
+    for name, tensor in simulated[-1].state.weights.items():
         assert torch.equal(state[name], tensor), name
     assert result.train_metrics_clientapp[3]["accuracy"] == simulated[-1].record.accuracy
 
@@ -103,46 +118,48 @@ DOWN = ("compression.downlink=0.1", "run.rounds=4", "fleet.cohort=3")
 def test_steps_to_the_public_model_give_the_simulators_result(tmp_path: Path, method: str) -> None:
     config = config_of(tmp_path, *DOWN, f"run.method={method}")
     flower = over_flower(config)
-    assert_same(flower, list(play(config)))
-    whole = 4 * sum(t.numel() for t in flower[0].after.public.values())
-    down = [[d.bytes_down for d in turn.record.devices] for turn in flower]
+    assert_same(flower, list(simulate(config)))
+    whole = 4 * sum(t.numel() for t in flower[0].state.public.values())
+    down = [[d.bytes_down for d in result.record.devices] for result in flower]
     assert max(down[0]) < 4000  # everybody has the initial model
     assert max(map(max, down)) < whole / 2
-    for turn in flower:
-        for d in turn.record.devices:
+    for result in flower:
+        for d in result.record.devices:
             assert d.bytes_down <= d.wire_bytes_down < d.bytes_down + 16000
 
 
 def test_a_strategy_takes_the_same_steps(tmp_path: Path) -> None:
     config = config_of(tmp_path, *DOWN)
     strategy = AnycostStrategy(config)
-    with one_thread():
+    with threads(1):
         strategy.start(LocalGrid(5), strategy.initial_arrays(), num_rounds=4)
-    assert [off_the_wire(r) for r in strategy.records] == [t.record for t in play(config)]
+    assert [off_the_wire(r) for r in strategy.records] == [t.record for t in simulate(config)]
 
 
 def test_after_a_restart_devices_go_on_from_what_they_hold(tmp_path: Path) -> None:
     config = config_of(tmp_path, *DOWN)
-    grid, simulated = LocalGrid(5), list(play(config))
-    flower = list(server.play(config, grid, QUICK))
-    again = list(server.play(config, grid, QUICK, flower[1].after))  # from an older checkpoint
+    grid, simulated = LocalGrid(5), list(simulate(config))
+    flower = list(serve_rounds(config, grid, QUICK))
+    again = list(serve_rounds(config, grid, QUICK, saved(flower[:2])))  # from an older checkpoint
     for one, other in zip(again, simulated[2:], strict=True):
-        assert all(torch.equal(t, other.after.state[n]) for n, t in one.after.state.items())
-    whole = 4 * sum(t.numel() for t in flower[0].after.public.values())
-    fresh = list(server.play(config, LocalGrid(5), QUICK, flower[1].after))  # they lost it
+        assert all(torch.equal(t, other.state.weights[n]) for n, t in one.state.weights.items())
+    whole = 4 * sum(t.numel() for t in flower[0].state.public.values())
+    fresh = list(serve_rounds(config, LocalGrid(5), QUICK, saved(flower[:2])))  # they lost it
     assert {d.bytes_down for d in fresh[0].record.devices} == {whole}
-    assert all(torch.equal(t, fresh[-1].after.state[n]) for n, t in again[-1].after.state.items())
+    assert all(
+        torch.equal(t, fresh[-1].state.weights[n]) for n, t in again[-1].state.weights.items()
+    )
 
 
 def test_a_device_that_forgot_its_public_model_says_so_and_catches_up(tmp_path: Path) -> None:
     config = config_of(tmp_path, "compression.downlink=0.1", "run.rounds=4")
     grid, seen = LocalGrid(5), []
-    for turn in server.play(config, grid, QUICK):
-        seen.append(turn.record.devices)
-        if turn.record.round == 1:  # it is restarted, and back before the server looks
+    for result in serve_rounds(config, grid, QUICK):
+        seen.append(result.record.devices)
+        if result.record.round == 1:  # it is restarted, and back before the server looks
             grid.contexts[FIRST_NODE + 1].state = RecordDict()
-    assert [devices[1].status == "ok" for devices in seen] == [True, True, False, True]
-    assert seen[2][1].status.startswith("failed: this device holds another public model")
+    assert [devices[1].status is Status.OK for devices in seen] == [True, True, False, True]
+    assert seen[2][1].explained.startswith("failed: this device holds another public model")
     assert seen[3][1].bytes_down > 2 * seen[3][0].bytes_down  # from the initial model on
 
 
@@ -156,7 +173,7 @@ def test_a_strategy_goes_on_without_those_who_fail(tmp_path: Path) -> None:
     strategy = AnycostStrategy(config)
     strategy.start(LocalGrid(5, tamper), strategy.initial_arrays(), num_rounds=1)
     (record,) = strategy.records
-    assert {d.device: d.status for d in record.devices} == {
+    assert {d.device: d.explained for d in record.devices} == {
         1: "missing: no reply in time", 2: "ok", 3: "ok", 4: "ok",
     }  # fmt: skip
     nobody = AnycostStrategy(config)
@@ -168,17 +185,17 @@ def test_a_strategy_goes_on_without_those_who_fail(tmp_path: Path) -> None:
 def test_devices_go_on_from_what_they_hold_when_a_run_is_made_longer(tmp_path: Path) -> None:
     config = config_of(tmp_path, *DOWN, "run.method=anycostfl+")
     grid, fewer = LocalGrid(5), replace(config, run=replace(config.run, rounds=2))
-    first = list(server.play(fewer, grid, QUICK))
-    rest = list(server.play(config, grid, QUICK, first[-1].after))
-    for one, other in zip([*first, *rest], play(config), strict=True):
-        assert all(torch.equal(t, other.after.state[n]) for n, t in one.after.state.items())
+    first = list(serve_rounds(fewer, grid, QUICK))
+    rest = list(serve_rounds(config, grid, QUICK, saved(first)))
+    for one, other in zip([*first, *rest], simulate(config), strict=True):
+        assert all(torch.equal(t, other.state.weights[n]) for n, t in one.state.weights.items())
 
 
 def test_going_on_from_any_round_ends_the_same(tmp_path: Path) -> None:
     config = config_of(tmp_path, "run.rounds=3")
     whole = over_flower(config)
-    rest = list(server.play(config, LocalGrid(5), QUICK, whole[0].after))
-    assert_same([whole[0], *rest], list(play(config)))
+    rest = list(serve_rounds(config, LocalGrid(5), QUICK, saved(whole[:1])))
+    assert_same([whole[0], *rest], list(simulate(config)))
 
 
 # --- what a device remembers ----------------------------------------------------------------------
@@ -191,12 +208,12 @@ def test_memories_survive_between_messages_and_follow_the_channels(
     few = ("run.rounds=4", "fleet.cohort=3", f"compression.codec={codec}")
     moving = ("aggregation.momentum=0.5", "aggregation.step=0.8")
     config = config_of(tmp_path, *few, *moving, "compression.feedback=true")
-    simulated = list(play(config))
-    assert simulated[-1].record != list(play(config_of(tmp_path, *few, *moving)))[-1].record
+    simulated = list(simulate(config))
+    assert simulated[-1].record != list(simulate(config_of(tmp_path, *few, *moving)))[-1].record
     grid = LocalGrid(5)
-    flower = list(server.play(config, grid, QUICK))
+    flower = list(serve_rounds(config, grid, QUICK))
     assert_same(flower, simulated)
-    again = list(server.play(config, grid, QUICK, flower[-2].after))  # the last round once more
+    again = list(serve_rounds(config, grid, QUICK, saved(flower[:-1])))  # the last round once more
     assert_same([*flower[:-1], *again], simulated)
 
 
@@ -208,12 +225,12 @@ def test_a_lost_reply_does_not_disturb_what_a_device_remembers(tmp_path: Path) -
         return None if first and device == 4 else reply
 
     grid = LocalGrid(5, lose_the_first)
-    list(server.play(config, grid, replace(QUICK, deadline_s=3.0)))
+    list(serve_rounds(config, grid, replace(QUICK, deadline_s=3.0)))
     told: dict[int, list[Mapping[str, Tensor]]] = {}
     for _, message in grid.sent:
         if "task" in message.content:
-            task = messages.read_task(message.content)
-            told.setdefault(task.ask.round, []).append(task.moved)
+            task = messages.read_task(to_envelope(message.content))
+            told.setdefault(task.info.round, []).append(task.moved)
     assert sorted(told) == [0, 1, 2]
     for orders in told.values():  # all are told the same, heard or not
         assert orders[0]
@@ -225,11 +242,11 @@ def test_a_lost_reply_does_not_disturb_what_a_device_remembers(tmp_path: Path) -
 
 def test_only_the_channels_of_the_submodel_go_down_the_wire(tmp_path: Path) -> None:
     config = config_of(tmp_path, "run.rounds=1")
-    (turn,) = over_flower(config)
-    for d in turn.record.devices:
+    (result,) = over_flower(config)
+    for d in result.record.devices:
         assert d.bytes_down <= d.wire_bytes_down < d.bytes_down + 8000
         assert d.bytes_up < d.wire_bytes_up < d.bytes_up + 4000
-    sizes = [d.bytes_down for d in sorted(turn.record.devices, key=lambda d: d.alpha)]
+    sizes = [d.bytes_down for d in sorted(result.record.devices, key=lambda d: d.alpha)]
     assert sizes == sorted(sizes)
     assert sizes[0] < sizes[-1]
 
@@ -237,12 +254,12 @@ def test_only_the_channels_of_the_submodel_go_down_the_wire(tmp_path: Path) -> N
 def test_the_first_task_lives_until_the_deadline_however_long_handing_out_takes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("anycostfl.flower.roster.SLOWEST_BPS", 1e6)
+    monkeypatch.setattr("anycostfl.flower.fleet.SLOWEST_BPS", 1e6)
     grid = LocalGrid(5)
-    (turn,) = server.play(config_of(tmp_path, "run.rounds=1"), grid, QUICK)
-    handing_out_s = 8 * sum(d.bytes_down for d in turn.record.devices) / 1e6
+    (result,) = serve_rounds(config_of(tmp_path, "run.rounds=1"), grid, QUICK)
+    handing_out_s = 8 * sum(d.bytes_down for d in result.record.devices) / 1e6
     lives_s = {m.metadata.ttl for _, m in grid.sent if "task" in m.content}
-    assert lives_s == {QUICK.deadline_s + roster.SPARE_S + handing_out_s}
+    assert lives_s == {QUICK.deadline_s + fleet.SPARE_S + handing_out_s}
 
 
 # --- what is refused ------------------------------------------------------------------------------
@@ -252,15 +269,15 @@ FULL_SHAPES: dict[str, torch.Size] = {}
 
 def retold(reply: Message, change: Callable[[messages.Result], messages.Result]) -> Message:
     """The reply with another result."""
-    result = change(messages.read_result(reply.content))
-    other = Message(result.pack(), reply_to=Message(RecordDict(), 1, "train"))
+    result = change(messages.read_result(to_envelope(reply.content)))
+    other = Message(to_records(result.pack()), reply_to=Message(RecordDict(), 1, "train"))
     other.metadata.__dict__.update(reply.metadata.__dict__)
     return other
 
 
-def lies(how: Callable[[Message, messages.Result], messages.Result], liar: int) -> Tamper:
+def attack(how: Callable[[Message, messages.Result], messages.Result], attacker: int) -> Tamper:
     def tamper(device: int, sent: Message, reply: Message) -> Message:
-        if device != liar or "result" not in reply.content:
+        if device != attacker or "result" not in reply.content:
             return reply
         return retold(reply, lambda result: how(sent, result))
 
@@ -277,7 +294,7 @@ def nothing(_sent: Message, result: messages.Result) -> messages.Result:
 
 def other_plan(sent: Message, result: messages.Result) -> messages.Result:
     """An update of the full model, however narrow the device's own was."""
-    task = messages.read_task(sent.content)
+    task = messages.read_task(to_envelope(sent.content))
     update = {name: torch.ones(shape) for name, shape in FULL_SHAPES.items()}
     payload = compress(update, 0.05, seed=1, binding=task.upload.binding)
     return replace(result, payload=payload)
@@ -285,7 +302,7 @@ def other_plan(sent: Message, result: messages.Result) -> messages.Result:
 
 def not_a_number(sent: Message, result: messages.Result) -> messages.Result:
     """A dense payload that is whole, bound to the plan, and holds one NaN."""
-    task = messages.read_task(sent.content)
+    task = messages.read_task(to_envelope(sent.content))
     shapes = {name: FULL_SHAPES[name] for name in FULL_SHAPES}
     payload = bytearray(
         pack_dense({n: torch.ones(s) for n, s in shapes.items()}, binding=task.upload.binding)
@@ -316,15 +333,15 @@ def test_a_lying_device_is_refused_and_the_round_goes_on(
     why: str,
 ) -> None:
     config = config_of(tmp_path, f"run.method={method}", "fleet.energy_max_j=0.01")
-    module = prepare(config).net.module
+    module = build_experiment(config, load_data(config)).net.module
     FULL_SHAPES.update({n: t.shape for n, t in module.named_parameters()})
-    first, second = over_flower(config, lies(how, liar=4))
+    first, second = over_flower(config, attack(how, attacker=4))
     assert first.record.devices[4].alpha < 1 or method == "fedavg"
-    for turn in (first, second):  # it is asked again, and refused again
-        statuses = {d.device: d.status for d in turn.record.devices}
+    for result in (first, second):  # it is asked again, and refused again
+        statuses = {d.device: d.explained for d in result.record.devices}
         assert statuses.pop(4).startswith(why)
         assert set(statuses.values()) == {"ok"}
-        assert all(torch.isfinite(t).all() for t in turn.after.state.values())
+        assert all(torch.isfinite(t).all() for t in result.state.weights.values())
 
 
 def test_the_payload_of_another_round_is_refused(tmp_path: Path) -> None:
@@ -335,9 +352,9 @@ def test_the_payload_of_another_round_is_refused(tmp_path: Path) -> None:
         kept.append(result.payload)
         return replace(result, payload=kept[0])
 
-    first, second = over_flower(config, lies(stale, liar=3))
-    assert first.record.devices[3].status == "ok"
-    assert second.record.devices[3].status.startswith("refused: foreign: ")
+    first, second = over_flower(config, attack(stale, attacker=3))
+    assert first.record.devices[3].status is Status.OK
+    assert second.record.devices[3].cause == "foreign"
 
 
 def test_a_reply_that_is_no_result_is_refused(tmp_path: Path) -> None:
@@ -349,19 +366,19 @@ def test_a_reply_that_is_no_result_is_refused(tmp_path: Path) -> None:
             reply.content["model"] = ArrayRecord()
         return reply
 
-    turns = over_flower(config, tamper)
-    assert [t.record.devices[2].status for t in turns] == [
+    results = over_flower(config, tamper)
+    assert [t.record.devices[2].explained for t in results] == [
         "refused: unreadable: a message without anycostfl/payload"
     ] * 2
 
 
-def test_impossible_offers_keep_nodes_out(tmp_path: Path) -> None:
+def test_impossible_capabilities_keep_nodes_out(tmp_path: Path) -> None:
     config = config_of(tmp_path, "run.rounds=1")
 
     def tamper(device: int, _sent: Message, reply: Message) -> Message:
         if reply.has_error():  # the answer to a refusal
             return reply
-        table = reply.content.config_records["offer"]
+        table = reply.content.config_records["capabilities"]
         if device == 1:
             table["rate_bps"] = math.nan
         elif device == 2:
@@ -370,8 +387,8 @@ def test_impossible_offers_keep_nodes_out(tmp_path: Path) -> None:
             del table["energy_j"]
         return reply
 
-    (turn,) = over_flower(config, tamper, replace(QUICK, wait_for=2))
-    assert [d.device for d in turn.record.devices] == [0, 4]
+    (result,) = over_flower(config, tamper, replace(QUICK, wait_for=2))
+    assert [d.device for d in result.record.devices] == [0, 4]
 
 
 MEANS = {
@@ -386,29 +403,33 @@ MEANS = {
     [("samples", 1e19), ("samples", 0.5), ("energy_coefficient", 1e-300), ("energy_j", 1e300),
      ("overhead", -1.0), ("overhead", 1e200), ("distance_m", -1.0), ("rate_bps", math.inf)],
 )  # fmt: skip
-def test_an_offer_of_numbers_that_no_device_has_is_refused(name: str, value: float) -> None:
-    offer = messages.Offer(0, 0, 10.0, make_devices(**MEANS))
-    records = RecordDict({"offer": offer.pack()})
-    assert messages.read_offer(records).means == offer.means
-    records.config_records["offer"][name] = value
-    with pytest.raises(MessageError, match=f"{name}: given .*, allowed a number in"):
-        messages.read_offer(records)
+def test_numbers_that_no_device_has_are_refused(name: str, value: float) -> None:
+    known = messages.Capabilities(0, 0, 10.0, make_devices(**MEANS))
+    table = dict(known.pack().tables["capabilities"])
+    rest = known.pack().tables["protocol"]
+    read = messages.read_capabilities(known.pack())
+    assert (read.device, read.resources) == (0, known.resources)
+    with pytest.raises(MessageError, match=f"{name}: given .*, must be a number in"):
+        messages.read_capabilities(
+            Envelope({"capabilities": {**table, name: value}, "protocol": rest})
+        )
 
 
-def test_whatever_may_be_offered_can_be_planned_with_and_written_down(tmp_path: Path) -> None:
+def test_all_possible_capabilities_can_be_planned_with_and_journalled(tmp_path: Path) -> None:
     config = config_of(tmp_path)
-    rounds, writer = Server(config), begin(tmp_path / "run", config)
+    experiment = build_experiment(config, load_data(config))
+    state, writer = first_state(experiment), begin(tmp_path / "run", config)
     for number, (name, end) in enumerate(itertools.product(MEANS, ("low", "high"))):
         extreme = {name: getattr(messages.QUANTITIES.get(name, messages.QUANTITY), end)}
         if name.startswith("frequency"):
             extreme = {"frequency_min_hz": extreme[name], "frequency_max_hz": extreme[name]}
-        offers = [
-            messages.Offer(device, 0, 0.0, make_devices(**{**MEANS, **row}))
+        found = [
+            messages.Capabilities(device, 0, 0.0, make_devices(**{**MEANS, **row}))
             for device, row in enumerate(({}, extreme))
         ]
-        planned = rounds.plan(0, roster.cohort_of(offers), [0, 1])
-        outcomes = [Outcome(a, Reply(a.device), "ok") for a in planned.assignments]
-        record = rounds.close(planned, outcomes, None, downloads={})
+        opened, plan = open_round(experiment, state, Offers(fleet.cohort_of(found), [0, 1]))
+        replies = [Reply(a.device, missing="late") for a in plan.assignments]
+        _, record = close_round(experiment, opened, plan, replies)
         writer.append(replace(record, round=number))
     assert read_journal(tmp_path / "run")[1] == ()
 
@@ -428,14 +449,14 @@ def test_a_missing_reply_ends_the_round_at_its_deadline_and_the_device_comes_bac
         lost = device == 4 and sent.metadata.group_id == "0" and "task" in sent.content
         return None if lost else reply
 
-    turns = server.play(config, LocalGrid(5, tamper), SHORT)
-    *others, missing = next(turns).record.devices
-    assert missing.status == "missing: no reply within 2 s"
+    results = serve_rounds(config, LocalGrid(5, tamper), SHORT)
+    *others, missing = next(results).record.devices
+    assert missing.explained == "missing: no reply within 2 s"
     assert (missing.bytes_up, missing.wire_bytes_up) == (0, 0)
     assert missing.wire_bytes_down > 0
     assert {d.status for d in others} == {"ok"}
-    time.sleep(roster.REFRESH_S)  # by then the server asks it again
-    *_, last = turns
+    time.sleep(fleet.REFRESH_S)  # by then the server asks it again
+    *_, last = results
     assert [d.status for d in last.record.devices] == ["ok"] * 5
     assert forgotten == [1, 0, 0, 0]  # a task without a reply need not be kept
 
@@ -453,7 +474,7 @@ def test_a_task_that_is_not_taken_does_not_end_the_round_early(tmp_path: Path) -
             return [""]
         (name,) = push([letter])
         if "task" in letter.content and letter.metadata.dst_node_id == FIRST_NODE + 4:
-            ready[name] = time.monotonic() + 3 * roster.REFRESH_S
+            ready[name] = time.monotonic() + 3 * fleet.REFRESH_S
         return [name]
 
     def pull_what_is_ready(message_ids: Iterable[str]) -> Iterable[Message]:
@@ -461,11 +482,11 @@ def test_a_task_that_is_not_taken_does_not_end_the_round_early(tmp_path: Path) -
 
     grid.push_messages = push_all_but_one  # type: ignore[method-assign]
     grid.pull_messages = pull_what_is_ready  # type: ignore[method-assign]
-    (turn,) = server.play(config, grid, QUICK)
-    assert [d.status for d in turn.record.devices] == [
+    (result,) = serve_rounds(config, grid, QUICK)
+    assert [d.explained for d in result.record.devices] == [
         "ok", "missing: Flower did not take the task", "ok", "ok", "ok",
     ]  # fmt: skip
-    assert turn.record.devices[1].wire_bytes_down == 0
+    assert result.record.devices[1].wire_bytes_down == 0
 
 
 def test_an_exception_on_a_device_is_its_own_failure(tmp_path: Path) -> None:
@@ -479,8 +500,8 @@ def test_an_exception_on_a_device_is_its_own_failure(tmp_path: Path) -> None:
         error.metadata.__dict__["_src_node_id"] = FIRST_NODE + device
         return error
 
-    (turn,) = over_flower(config, tamper)
-    assert [d.status for d in turn.record.devices] == [
+    (result,) = over_flower(config, tamper)
+    assert [d.explained for d in result.record.devices] == [
         "ok", "failed: out of memory", "missing: out of memory", "ok", "ok",
     ]  # fmt: skip
 
@@ -488,7 +509,7 @@ def test_an_exception_on_a_device_is_its_own_failure(tmp_path: Path) -> None:
 def test_an_attack_that_would_not_take_place_is_refused(tmp_path: Path) -> None:
     config = small_config(tmp_path, "attack.kind=scale")
     with pytest.raises(ConfigError, match="only simulated devices lie"):
-        next(server.play(config, LocalGrid(5), QUICK))
+        next(serve_rounds(config, LocalGrid(5), QUICK))
     with pytest.raises(ConfigError, match="only simulated devices lie"):
         AnycostStrategy(config)
 
@@ -499,7 +520,7 @@ def test_who_sits_out_is_named_with_the_budgets_that_would_do(
     poor = ("fleet.energy_min_j=1e-9", "fleet.energy_max_j=1e-9", "run.rounds=1")
     config = small_config(tmp_path, *poor, "fleet.devices=5", "fleet.cohort=5")
     logging.getLogger("flwr").addHandler(caplog.handler)
-    list(server.play(config, LocalGrid(5), QUICK))
+    list(serve_rounds(config, LocalGrid(5), QUICK))
     told = {r.getMessage() for r in caplog.records if "sits out" in r.getMessage()}
     assert len(told) == 5
     assert all(" (radio); it needs " in line for line in told)
@@ -514,11 +535,9 @@ def test_how_long_each_device_worked_is_kept_and_who_is_slow_is_named_once(
         return replace(result, busy_s=1000.0)
 
     logging.getLogger("flwr").addHandler(caplog.handler)
-    pace = server.Pace(tmp_path / "pace.jsonl")
-    list(server.play(config, LocalGrid(5, lies(slow, liar=3)), QUICK, pace=pace))
-    rows = [json.loads(line) for line in (tmp_path / "pace.jsonl").read_text().splitlines()]
-    assert [row["busy_s"]["3"] for row in rows] == [1000.0] * 2
-    assert all(row["busy_s"].keys() == set("01234") for row in rows)
+    results = over_flower(config, attack(slow, attacker=3))
+    assert [r.record.devices[3].busy_s for r in results] == [1000.0] * 2
+    assert all(d.busy_s > 0 for r in results for d in r.record.devices)
     named = [r for r in caplog.records if "device 3 worked 1000.00 s where" in r.getMessage()]
     assert len({id(record) for record in named}) == 1
 
@@ -534,12 +553,12 @@ def test_a_device_that_leaves_does_not_hold_up_the_round(tmp_path: Path) -> None
         return reply
 
     grid.tamper = tamper
-    turns = server.play(config, grid, replace(QUICK, deadline_s=300.0))
-    assert next(turns).record.devices[3].status == "missing: the device is gone"
-    assert [d.device for d in next(turns).record.devices] == [0, 1, 2, 4]
+    results = serve_rounds(config, grid, replace(QUICK, deadline_s=300.0))
+    assert next(results).record.devices[3].explained == "missing: the device is gone"
+    assert [d.device for d in next(results).record.devices] == [0, 1, 2, 4]
     grid.online.add(FIRST_NODE + 3)
-    time.sleep(roster.REFRESH_S)  # by then the server looks again
-    *_, last = turns
+    time.sleep(fleet.REFRESH_S)  # by then the server looks again
+    *_, last = results
     assert [d.device for d in last.record.devices] == [0, 1, 2, 3, 4]
 
 
@@ -549,55 +568,55 @@ def test_too_few_replies_change_nothing_and_are_recorded(tmp_path: Path) -> None
     def tamper(device: int, sent: Message, reply: Message) -> Message | None:
         return None if device > 1 and "task" in sent.content else reply
 
-    (turn,) = over_flower(config, tamper, replace(SHORT, min_replies=3))
-    statuses = [d.status for d in turn.record.devices]
+    (result,) = over_flower(config, tamper, replace(SHORT, min_replies=3))
+    statuses = [d.explained for d in result.record.devices]
     assert statuses[:2] == ["unused: 2 usable replies, at least 3 needed"] * 2
     (nobody,) = over_flower(config, lambda _d, s, r: None if "task" in s.content else r, SHORT)
-    for name, tensor in nobody.after.state.items():
-        assert torch.equal(turn.after.state[name], tensor)
+    for name, tensor in nobody.state.weights.items():
+        assert torch.equal(result.state.weights[name], tensor)
 
 
 def test_a_fleet_that_never_comes_is_not_waited_for(tmp_path: Path) -> None:
     config = config_of(tmp_path)
     with pytest.raises(NotEnoughDevicesError, match="0 devices are ready"):
-        list(server.play(config, LocalGrid(0), Terms(wait_for=1, patience_s=0.5)))
+        list(serve_rounds(config, LocalGrid(0), RoundPolicy(wait_for=1, patience_s=0.5)))
 
 
 def test_whoever_is_here_and_cannot_take_part_is_not_asked_to_start(tmp_path: Path) -> None:
     config = config_of(tmp_path, "fleet.devices=2", "fleet.cohort=2")
     told = r"2 devices are ready.*1 more are here but cannot: .*2"
     with pytest.raises(NotEnoughDevicesError, match=told):
-        list(server.play(config, LocalGrid(3), Terms(wait_for=3, patience_s=5)))
+        list(serve_rounds(config, LocalGrid(3), RoundPolicy(wait_for=3, patience_s=5)))
 
 
 def test_two_nodes_cannot_be_one_device(tmp_path: Path) -> None:
     config = config_of(tmp_path, "run.rounds=1")
     grid = LocalGrid(5)
     grid.contexts[FIRST_NODE + 4].node_config["partition-id"] = 0
-    (turn,) = server.play(config, grid, replace(QUICK, wait_for=4))
-    assert [d.device for d in turn.record.devices] == [0, 1, 2, 3]
-    assert {d.status for d in turn.record.devices} == {"ok"}
+    (result,) = serve_rounds(config, grid, replace(QUICK, wait_for=4))
+    assert [d.device for d in result.record.devices] == [0, 1, 2, 3]
+    assert {d.status for d in result.record.devices} == {"ok"}
 
 
 @pytest.mark.parametrize("gone_s", [60.0, 0.0])
 def test_a_device_that_crashed_is_let_in_as_another_node_when_the_old_one_is_gone(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, gone_s: float
 ) -> None:
-    monkeypatch.setattr("anycostfl.flower.roster.GONE_S", gone_s)
+    monkeypatch.setattr("anycostfl.flower.fleet.GONE_S", gone_s)
     config = config_of(tmp_path, "run.rounds=3")
     grid, old, new = LocalGrid(5), FIRST_NODE, FIRST_NODE + 4
     grid.contexts[new].node_config["partition-id"] = 0
     grid.online.discard(new)
     comes_back, seen = gone_s > 0, []
-    terms = replace(QUICK, wait_for=4, min_replies=4 if comes_back else 1)
-    for turn in server.play(config, grid, terms):
-        seen.append([d.device for d in turn.record.devices])
-        time.sleep(1.1 * roster.REFRESH_S)  # by then the server looks again
+    policy = replace(QUICK, wait_for=4, min_replies=4 if comes_back else 1)
+    for result in serve_rounds(config, grid, policy):
+        seen.append([d.device for d in result.record.devices])
+        time.sleep(1.1 * fleet.REFRESH_S)  # by then the server looks again
         grid.online.add(new)
-        if turn.record.round == 1:
+        if result.record.round == 1:
             grid.online.discard(old)
     assert seen == [[0, 1, 2, 3], [0, 1, 2, 3], [0, 1, 2, 3] if comes_back else [1, 2, 3]]
-    assert any("refusal" in m.content for _, m in grid.sent) is not comes_back
+    assert any("rejection" in m.content for _, m in grid.sent) is not comes_back
 
 
 def test_a_key_keeps_its_number_for_the_life_of_a_run(tmp_path: Path) -> None:
@@ -606,9 +625,9 @@ def test_a_key_keeps_its_number_for_the_life_of_a_run(tmp_path: Path) -> None:
     nodes = {f"key-{i}": FIRST_NODE + i for i in range(5)}
     note_nodes(tmp_path, nodes)
 
-    def taking_part(grid: LocalGrid, terms: Terms) -> list[int]:
-        (turn,) = server.play(config, grid, terms, numbers=Numbers(tmp_path))
-        return [d.device for d in turn.record.devices]
+    def taking_part(grid: LocalGrid, policy: RoundPolicy) -> list[int]:
+        (result,) = serve_rounds(config, grid, policy, numbers=Numbers(tmp_path))
+        return [d.device for d in result.record.devices]
 
     assert taking_part(LocalGrid(5), QUICK) == [0, 1, 2, 3, 4]
     assert json.loads((tmp_path / "devices.json").read_text()) == {f"key-{i}": i for i in range(5)}
@@ -622,11 +641,11 @@ def test_a_key_keeps_its_number_for_the_life_of_a_run(tmp_path: Path) -> None:
     grid.contexts[moved["key-4"]].node_config["partition-id"] = 2  # whose device is away
     grid.online = {moved["key-0"], moved["key-1"], moved["key-4"]}
     assert taking_part(grid, replace(QUICK, wait_for=2)) == [0, 1]
-    told = [m.content for d, m in grid.sent if "refusal" in m.content and d == 2]
+    sent = [m.content for d, m in grid.sent if "rejection" in m.content and d == 2]
     with pytest.raises(
         messages.DeviceRejectedError, match="key key-4 is device 4 in this run, not 2"
     ):
-        messages.read_ask(told[0])
+        messages.read_info(to_envelope(sent[0]))
 
 
 def test_a_number_has_one_key_and_a_node_without_a_key_none(tmp_path: Path) -> None:
@@ -662,41 +681,67 @@ def test_a_second_reply_is_refused_and_the_first_stands(tmp_path: Path) -> None:
                 yield reply
 
     grid.pull_messages = pull_twice  # type: ignore[method-assign]
-    turns = list(server.play(config, grid, QUICK))
-    plain = list(play(config))
-    assert [d.status for d in turns[0].record.devices] == ["ok"] * 5
-    for name, tensor in plain[-1].after.state.items():
-        assert torch.equal(turns[-1].after.state[name], tensor), name
-    assert [t.record.devices[2].surplus for t in turns] == [(DUPLICATE,)] * 2
+    results = list(serve_rounds(config, grid, QUICK))
+    plain = list(simulate(config))
+    assert [d.status for d in results[0].record.devices] == ["ok"] * 5
+    for name, tensor in plain[-1].state.weights.items():
+        assert torch.equal(results[-1].state.weights[name], tensor), name
+    assert [t.record.devices[2].duplicates for t in results] == [1, 1]
 
 
-def test_a_device_refused_again_and_again_is_benched_like_in_the_simulator(tmp_path: Path) -> None:
-    config = config_of(tmp_path, "run.rounds=5", "gate.strikes=2", "gate.bench_rounds=2")
-    turns = over_flower(config, lies(garbage, liar=4))
-    seen = [next(d.status for d in t.record.devices if d.device == 4) for t in turns]
+def test_a_device_refused_again_and_again_is_suspended_as_in_the_simulator(tmp_path: Path) -> None:
+    config = config_of(tmp_path, "run.rounds=5", "gate.strikes=2", "gate.suspend_rounds=2")
+    results = over_flower(config, attack(garbage, attacker=4))
+    seen = told(results, 4)
     assert [text.partition(":")[0] for text in seen] == [
-        "refused", "refused", "benched", "benched", "refused",
+        "refused", "refused", "suspended", "suspended", "refused",
     ]  # fmt: skip
-    assert seen[2] == "benched: until round 4"
+    assert seen[2] == "suspended: until round 4"
     rest = list(
-        server.play(config, LocalGrid(5, lies(garbage, liar=4)), QUICK, start=turns[2].after)
+        serve_rounds(config, LocalGrid(5, attack(garbage, attacker=4)), QUICK, saved(results[:3]))
     )
-    assert [off_the_wire(t.record) for t in rest] == [off_the_wire(t.record) for t in turns[3:]]
+    assert [off_the_wire(t.record) for t in rest] == [off_the_wire(t.record) for t in results[3:]]
 
 
-def test_a_fleet_of_benched_devices_is_not_enough(tmp_path: Path) -> None:
+def test_a_fleet_of_suspended_devices_is_not_enough(tmp_path: Path) -> None:
     config = config_of(tmp_path, "gate.strikes=1")
-    liars = lies(garbage, liar=4)
+    attackers = attack(garbage, attacker=4)
 
     def tamper(_device: int, sent: Message, reply: Message) -> Message | None:
-        return liars(4, sent, reply)
+        return attackers(4, sent, reply)
 
-    with pytest.raises(NotEnoughDevicesError, match="5 of them benched"):
+    with pytest.raises(NotEnoughDevicesError, match="5 of them suspended"):
         over_flower(config, tamper, replace(QUICK, patience_s=2.0))
     assert device_statuses(config, tamper) == {"refused"}
 
 
 def device_statuses(config: Config, tamper: Tamper) -> set[str]:
     grid = LocalGrid(config.fleet.devices, tamper)
-    first = next(server.play(config, grid, QUICK))
+    first = next(serve_rounds(config, grid, QUICK))
     return {d.status.partition(":")[0] for d in first.record.devices}
+
+
+# --- who evaluates --------------------------------------------------------------------------------
+
+
+def test_devices_evaluate_where_the_server_has_no_data(tmp_path: Path) -> None:
+    """Their parts of the test set make up the whole, so the accuracy is the server's."""
+    config = config_of(tmp_path)
+    here = over_flower(config)
+    there = over_flower(replace(config, data=replace(config.data, evaluate="devices")))
+    assert [r.record.accuracy for r in there] == [r.record.accuracy for r in here]
+    for name, tensor in here[-1].state.weights.items():
+        assert torch.equal(there[-1].state.weights[name], tensor), name
+
+
+def test_impossible_evaluations_do_not_count(tmp_path: Path) -> None:
+    config = config_of(tmp_path, "run.rounds=1", "data.evaluate=devices")
+
+    def tamper(device: int, _sent: Message, reply: Message) -> Message:
+        if device and not reply.has_error() and "evaluation" in reply.content:
+            reply.content.config_records["evaluation"]["correct"] = 10**6
+        return reply
+
+    (result,) = over_flower(config, tamper)
+    assert result.record.accuracy is not None
+    assert 0 <= result.record.accuracy <= 1

@@ -33,7 +33,15 @@ from anycostfl.cli.watch import watch
 from anycostfl.config import to_toml
 from anycostfl.errors import AnycostError, ConfigError
 from anycostfl.files import StorageError, atomic_write
-from anycostfl.records.run import CONFIG, ENVIRONMENT, JOURNAL, TIMING, WIDTHS, read_config, read_journal
+from anycostfl.records.run import (
+    CONFIG,
+    ENVIRONMENT,
+    JOURNAL,
+    TIMING,
+    WIDTHS,
+    read_config,
+    read_journal,
+)
 from anycostfl.report.gather import Document, _rounded, gather
 from anycostfl.report.live import LiveServer
 from anycostfl.report.page import render, write_page

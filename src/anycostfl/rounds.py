@@ -1,4 +1,4 @@
-"""One round on the server, as two pure halves: `open_round` before devices work, `close_round` after.
+"""One round on the server in two pure halves, `open_round` and `close_round`.
 
     open    sort channels, make the downlink's step, plan a strategy for every device, assign
     close   check replies, aggregate what counts, record what everyone did and paid
@@ -366,7 +366,7 @@ def _enough(outcomes: Sequence[Outcome], least: int) -> list[Outcome]:
 
 
 def accepted(experiment: Experiment, outcomes: Sequence[Outcome]) -> Iterator[Contribution]:
-    """The updates that count, decoded again one at a time: the cohort is never in memory at once."""
+    """The updates that count, decoded again one at a time to bound memory."""
     # An excluded device still counts for the median: fewer honest ones would shift it.
     bound = clip_bound((o.size for o in outcomes), experiment.config.aggregation.clip)
     for outcome in outcomes:
@@ -482,6 +482,7 @@ def _performed(
         bytes_down=bytes_down,
         wire_bytes_up=reply.wire_bytes_up,
         wire_bytes_down=reply.wire_bytes_down,
+        busy_s=reply.busy_s,
         binds=tuple(word for flag, word in BIND_WORDS.items() if flag & int(strategies.binds[i])),
         duplicates=outcome.duplicates,
         agreement=outcome.agreement,

@@ -69,6 +69,7 @@ class DeviceRecord:
     upload_s: float = 0.0
     compute_j: float = 0.0
     upload_j: float = 0.0
+    busy_s: float = 0.0  # how long a real device worked, as it reports; 0 in the simulator
     binds: tuple[str, ...] = ()
     duplicates: int = 0  # further replies of the device in this round, all refused
     agreement: float | None = None  # cosine with the others' updates, where it was computed

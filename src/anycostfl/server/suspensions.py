@@ -1,4 +1,4 @@
-"""Suspensions: a device whose replies are refused too often sits out for a while (docs/security.md).
+"""Suspensions: a device whose replies are refused too often sits out (docs/security.md).
 
 Strikes are counted from the journal alone, so a resumed run knows them without a file of their own.
 Only what was refused counts: a device that is late, gone, or reports that it failed may have a bad

@@ -38,6 +38,7 @@ from anycostfl.wire.protocol import check_protocol, protocol_envelope
 
 Record = TypeVar("Record")
 
+LONGEST_S = 1e9  # that a task may have taken
 PAYLOAD, WEIGHTS = "anycostfl/payload", "anycostfl/weights"
 TOO_OLD = "the server speaks protocol 2, this device 1: upgrade anycostfl on this device"
 
@@ -371,10 +372,13 @@ def read_result(envelope: Envelope) -> Result:
     """The result in a message."""
     capabilities = read_capabilities(envelope)
     table = envelope.table("result")
+    busy_s = value_of(table, "busy_s", float)
+    if not 0 <= busy_s <= LONGEST_S:
+        raise MessageError(f"busy_s: given {busy_s:g}, must be 0 to {LONGEST_S:g}")
     return Result(
         payload=envelope.bytes_of("payload", "payload", PAYLOAD),
         error=value_of(table, "error", str),
-        busy_s=value_of(table, "busy_s", float),
+        busy_s=busy_s,
         next=capabilities,
     )
 
