@@ -12,7 +12,7 @@ from anycostfl.cli import main
 from anycostfl.codec import frame, sections
 from anycostfl.flower.device import Device
 from anycostfl.flower.messages import Task
-from anycostfl.methods import State
+from anycostfl.state import State
 from anycostfl.workers import Job, Reply
 
 LIES = ("", "garbage", "stale", "width", "nan", "")  # by the round

@@ -26,7 +26,7 @@ from anycostfl.aggregate import (
 )
 from anycostfl.errors import ConfigError
 from anycostfl.shrink.widths import put, take
-from anycostfl.types import Update
+from anycostfl.state import Update
 
 share = st.floats(0.01, 1.0)
 

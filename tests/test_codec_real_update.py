@@ -13,7 +13,7 @@ import _updates
 from anycostfl.codec import byte_budget, compress, decompress, entropy, kernels, sections
 from anycostfl.codec.flat import flatten
 from anycostfl.codec.frame import bond
-from anycostfl.types import Update
+from anycostfl.state import Update
 from shannon import entropy_bytes
 
 BLOCKS = _updates.BLOCKS["cnn"]

@@ -14,7 +14,6 @@ import torch
 from torch import Tensor
 
 from anycostfl import ElasticModel
-from anycostfl.coupling import copy_of
 from anycostfl.downlink import (
     Ledger,
     Step,
@@ -29,6 +28,7 @@ from anycostfl.downlink import (
 from anycostfl.errors import ConfigError, PayloadError
 from anycostfl.fleet import Cohort
 from anycostfl.server import Server
+from anycostfl.state import clone_state
 from anycostfl.types import DeviceRecord, RoundRecord
 from small_runs import small_config
 
@@ -79,7 +79,7 @@ def test_channels_that_move_take_the_public_model_along() -> None:
     wander(model, 0)
     public = first_public(model.module)
     swapped = {g.name: torch.tensor([1, 0, *range(2, g.size)]) for g in model.coupling.groups}
-    model.load(model.permute(copy_of(model.module), swapped))
+    model.load(model.permute(clone_state(model.module), swapped))
     step, public = make_step(model, public, swapped, 0.1, WHERE)
     assert step.payload == b""  # in its own coordinates nothing has changed
     assert step.size == 4 * (48 + 32)

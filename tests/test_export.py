@@ -27,7 +27,6 @@ import anycostfl
 from anycostfl import SubModel, models
 from anycostfl.cli import build_app
 from anycostfl.config import load_preset, to_toml
-from anycostfl.coupling import tensors_of
 from anycostfl.data import load
 from anycostfl.elastic_file import METADATA, ElasticFileError
 from anycostfl.errors import (
@@ -54,6 +53,7 @@ from anycostfl.files import StorageError
 from anycostfl.records import RunWriter, read_run
 from anycostfl.runs import keep
 from anycostfl.simulate import play
+from anycostfl.state import tensors_of
 from anycostfl.train import count_correct
 from small_runs import small_overrides
 

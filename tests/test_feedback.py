@@ -13,11 +13,11 @@ from torch import Tensor
 
 from anycostfl import ElasticModel, methods, models
 from anycostfl.codec import CODECS
-from anycostfl.coupling import copy_of
 from anycostfl.experiment import prepare
 from anycostfl.feedback import encode_with_feedback, no_residual
 from anycostfl.methods import Method, Upload
 from anycostfl.shrink import WidthPlan
+from anycostfl.state import clone_state
 from anycostfl.workers import Job
 from small_runs import small_config
 
@@ -176,7 +176,7 @@ def test_a_device_remembers_channels_where_they_were_at_first(tmp_path: Path) ->
     parameters = side.net.module.named_parameters()
     residual = {n: 5e-5 * torch.randn(p.shape, generator=draw) for n, p in parameters}  # as u
     plain = side.perform(Job(0, 1.0, told, 3, residual)).memory
-    side.net.load(side.net.permute(copy_of(side.net.module), order))
+    side.net.load(side.net.permute(clone_state(side.net.module), order))
     moved = side.perform(Job(0, 1.0, told, 3, residual, order)).memory
     assert plain is not None
     assert moved is not None

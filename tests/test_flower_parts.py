@@ -49,7 +49,6 @@ from anycostfl.cli import build_app
 from anycostfl.cli._rounds import go_on
 from anycostfl.cli.serve import for_devices
 from anycostfl.config import to_toml
-from anycostfl.coupling import tensors_of
 from anycostfl.errors import AnycostError, ConfigError
 from anycostfl.experiment import prepare, settle
 from anycostfl.flower import node
@@ -77,6 +76,7 @@ from anycostfl.flower.post import PostOffice, Spoilt
 from anycostfl.flower.roster import Terms
 from anycostfl.flower.superlink import LARGEST_BODY, LocalControl, is_allowed
 from anycostfl.runs import begin
+from anycostfl.state import tensors_of
 from anycostfl.types import Devices, Scale, make_devices
 from flower_grid import through_bytes
 from small_runs import small_config, small_dataset

@@ -17,7 +17,6 @@ from anycostfl.aggregate import Rules
 from anycostfl.bench import Agreed, Bench, Gate, bench_of
 from anycostfl.codec.frame import OVERHEAD
 from anycostfl.config import to_toml
-from anycostfl.coupling import tensors_of
 from anycostfl.errors import ConfigError
 from anycostfl.experiment import prepare
 from anycostfl.fleet import draw_cohort
@@ -38,6 +37,7 @@ from anycostfl.rounds import (
 )
 from anycostfl.runs import Turn, keep, take_up
 from anycostfl.simulate import play
+from anycostfl.state import tensors_of
 from anycostfl.types import DeviceRecord, RoundRecord
 from anycostfl.workers import DeviceSide, InProcess, Job, Reply
 from small_runs import small_config

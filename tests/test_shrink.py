@@ -25,8 +25,8 @@ from anycostfl import (
     models,
     recalibrate,
 )
-from anycostfl.coupling import tensors_of
-from anycostfl.shrink.widths import Dial
+from anycostfl.shrink.widths import TiedWidths
+from anycostfl.state import tensors_of
 from architectures import ZOO
 
 
@@ -65,9 +65,9 @@ class Encoder(nn.Module):
 
 
 @pytest.mark.parametrize(("layers", "width", "heads"), [(2, 16, 4), (3, 16, 4), (2, 8, 2)])
-def test_heads_of_all_layers_turn_with_the_width(layers: int, width: int, heads: int) -> None:
+def test_heads_of_all_layers_are_tied_to_the_width(layers: int, width: int, heads: int) -> None:
     net = ElasticModel(Encoder(layers, width, heads), torch.randn(2, 6, 5), rule="fast")
-    shared = next(d for d in net.dials if d.sizes[0][0] == "embed")
+    shared = next(d for d in net.tied_widths if d.sizes[0][0] == "embed")
     assert len(shared.sizes) == 1 + layers
     for alpha in (0.1, 0.3, 0.5, 0.7, 0.9):
         assert net.shrink(alpha).module.train()(torch.randn(3, 6, 5)).shape == (3, 3)
@@ -208,10 +208,10 @@ def test_without_products_the_share_of_channels_counts(rule: str, width: int) ->
     assert net.plan(1.0).flops_ratio == 1
 
 
-def test_dials_keep_proportions() -> None:
-    dial = Dial((("stream", 64), ("head", 16)))
-    assert dial.steps == 16
-    assert dial.widths(5) == {"stream": 20, "head": 5}
+def test_tied_widths_keep_proportions() -> None:
+    tied = TiedWidths((("stream", 64), ("head", 16)))
+    assert tied.steps == 16
+    assert tied.widths(5) == {"stream": 20, "head": 5}
 
 
 def test_size_is_32_bits_per_parameter(cnn: ElasticModel) -> None:

@@ -15,10 +15,9 @@ from torch.func import functional_call
 
 from anycostfl import ElasticModel, WidthPlan
 from anycostfl.aggregate import Contribution, aggregate
-from anycostfl.coupling import tensors_of
-from anycostfl.shrink.order import permute
+from anycostfl.shrink.cut import permute
 from anycostfl.shrink.widths import put, take
-from anycostfl.types import Update
+from anycostfl.state import Update, tensors_of
 from architectures import ZOO, Case
 
 BATCH = 3

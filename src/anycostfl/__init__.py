@@ -30,7 +30,8 @@ if TYPE_CHECKING:
     from anycostfl.planner import plan_strategies
     from anycostfl.shrink import ElasticModel, SubModel, WidthPlan, recalibrate
     from anycostfl.simulate import run
-    from anycostfl.types import Limits, RoundRecord, Update, Workload, make_devices
+    from anycostfl.state import Update
+    from anycostfl.types import Limits, RoundRecord, Workload, make_devices
 else:
     # The same, imported when they are asked for: torch takes seconds that `--help` need not wait.
     _HOMES = {
@@ -41,7 +42,8 @@ else:
         "planner": ("plan_strategies",),
         "shrink": ("ElasticModel", "SubModel", "WidthPlan", "recalibrate"),
         "simulate": ("run",),
-        "types": ("Limits", "RoundRecord", "Update", "Workload", "make_devices"),
+        "state": ("Update",),
+        "types": ("Limits", "RoundRecord", "Workload", "make_devices"),
     }
 
     def __getattr__(name: str) -> object:

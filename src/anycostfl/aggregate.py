@@ -33,8 +33,8 @@ from torch import Tensor
 from anycostfl.checks import Count, FloatArray, Interval, OneOf, Positive, check_fields
 from anycostfl.errors import ConfigError
 from anycostfl.shrink.widths import WidthPlan, add, take
+from anycostfl.state import Update
 from anycostfl.theory import divergence_ratio
-from anycostfl.types import Update
 
 LEAST_RATIO = 1e-3  # no update counts as closer to the truth than 0.1 % of its norm
 

@@ -22,10 +22,9 @@ from torch import Tensor, nn
 
 from anycostfl.codec import byte_budget, compress, decompress
 from anycostfl.codec.frame import OVERHEAD
-from anycostfl.coupling import copy_of
 from anycostfl.errors import BetaError, ConfigError
-from anycostfl.methods import State
 from anycostfl.shrink import ElasticModel, Order
+from anycostfl.state import State, clone_state
 from anycostfl.types import DeviceRecord, RoundRecord
 
 PLACE_BYTES = 4  # of one channel in an order
@@ -105,7 +104,7 @@ def showing(net: ElasticModel, public: State) -> Iterator[None]:
     if not public:
         yield
         return
-    own = copy_of(net.module)
+    own = clone_state(net.module)
     net.load(public)
     try:
         yield

@@ -21,9 +21,9 @@ from safetensors.torch import save
 from torch import Tensor
 
 from anycostfl import models
-from anycostfl.coupling import tensors_of
 from anycostfl.errors import AnycostError
 from anycostfl.shrink import ElasticModel
+from anycostfl.state import tensors_of
 
 METADATA = "anycostfl"
 

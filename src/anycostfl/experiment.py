@@ -12,9 +12,9 @@ import torch
 
 from anycostfl import data, models
 from anycostfl.config import Config
-from anycostfl.coupling import tensors_of
 from anycostfl.errors import ConfigError, TraceError
 from anycostfl.shrink import ElasticModel
+from anycostfl.state import tensors_of
 from anycostfl.train import TrainOptions, bf16_pays
 from anycostfl.types import Scale
 from anycostfl.workers import DeviceSide, Shared

@@ -32,7 +32,6 @@ from torch import Tensor, nn
 
 from anycostfl import data, methods, models
 from anycostfl.config import Config, parse_config
-from anycostfl.coupling import tensors_of
 from anycostfl.elastic_file import METADATA, save_elastic, save_tensors
 from anycostfl.errors import (
     AlphaError,
@@ -44,6 +43,7 @@ from anycostfl.errors import (
 from anycostfl.files import StorageError, refuse_special, write_whole
 from anycostfl.records import WIDTHS, SavedRun, read_run
 from anycostfl.shrink import ElasticModel, SubModel, calibration_batches, recalibrate
+from anycostfl.state import tensors_of
 from anycostfl.train import count_correct
 
 TOLERANCE = 1e-4
@@ -118,7 +118,7 @@ def cut(trained: Trained, alpha: float) -> SubModel:
 
 def least_alpha(net: ElasticModel) -> float:
     """The FLOPs ratio of the narrowest sub-model there is."""
-    return net.plan(1e-12).flops_ratio if net.dials else 1.0
+    return net.plan(1e-12).flops_ratio if net.tied_widths else 1.0
 
 
 def _calibration(config: Config) -> Iterator[Tensor]:

@@ -17,8 +17,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from anycostfl.methods import Method, State, Upload
+from anycostfl.methods import Method, Upload
 from anycostfl.shrink.widths import WidthPlan, put, take
+from anycostfl.state import State
 
 NOISY = 0.75  # s below which a payload is sent anew: then a third of ‖v‖² and more is noise
 

@@ -50,8 +50,8 @@ from anycostfl.files import (
     write_whole,
     writing_to,
 )
-from anycostfl.methods import State
 from anycostfl.registry import own_files
+from anycostfl.state import State
 from anycostfl.types import DeviceRecord, RoundRecord
 
 CONFIG, ENVIRONMENT = "config.toml", "environment.json"

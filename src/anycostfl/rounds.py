@@ -28,17 +28,10 @@ from anycostfl.codec.frame import OVERHEAD
 from anycostfl.config import Config, identity
 from anycostfl.errors import PayloadError
 from anycostfl.fleet import Cohort
-from anycostfl.methods import Method, State, Upload, elements
+from anycostfl.methods import Method, Upload, elements
 from anycostfl.shrink import Order, WidthPlan
-from anycostfl.types import (
-    Binds,
-    DeviceRecord,
-    Devices,
-    Reason,
-    Strategies,
-    Update,
-    Workload,
-)
+from anycostfl.state import State, Update
+from anycostfl.types import Binds, DeviceRecord, Devices, Reason, Strategies, Workload
 from anycostfl.workers import DeviceSide, Job, Purpose, Reply, draw_seed
 
 # --- what the server tells each device ------------------------------------------------------------

@@ -13,14 +13,13 @@ from dataclasses import dataclass, replace
 from anycostfl.aggregate import advance
 from anycostfl.bench import benched
 from anycostfl.config import Config, essence
-from anycostfl.coupling import copy_of, tensors_of
 from anycostfl.downlink import Step, charge_downloads, check_share, first_public, make_step, showing
 from anycostfl.experiment import prepare
 from anycostfl.fleet import Cohort
-from anycostfl.methods import State
 from anycostfl.rounds import Assignment, Outcome, accepted, assign, describe, screen
 from anycostfl.runs import Snapshot
 from anycostfl.shrink import Order, calibration_batches, recalibrate
+from anycostfl.state import State, clone_state, tensors_of
 from anycostfl.types import DeviceRecord, RoundRecord, Strategies
 from anycostfl.workers import Executor
 
@@ -127,5 +126,5 @@ class Server:
 
     def snapshot(self, number: int, memories: Mapping[int, State]) -> Snapshot:
         """Where to go on after a round."""
-        state, kept = copy_of(self.net.module), (self.velocity, self.public, self.moved)
+        state, kept = clone_state(self.net.module), (self.velocity, self.public, self.moved)
         return Snapshot(number + 1, state, dict(memories), *kept, self.bench, self.ledger)

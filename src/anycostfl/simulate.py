@@ -14,10 +14,10 @@ from anycostfl import attacks
 from anycostfl.config import Config, profiles_of
 from anycostfl.experiment import settle
 from anycostfl.fleet import choose, draw_cohort
-from anycostfl.methods import State
 from anycostfl.rounds import receive
 from anycostfl.runs import Snapshot, Turn, Turns
 from anycostfl.server import Server
+from anycostfl.state import State
 from anycostfl.types import RoundRecord
 from anycostfl.workers import count_workers, one_thread, open_executor
 

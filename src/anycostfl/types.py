@@ -10,7 +10,6 @@ from typing import Annotated, Any
 
 import numpy as np
 import numpy.typing as npt
-import torch
 from torch import Tensor, nn
 
 from anycostfl.checks import (
@@ -25,6 +24,11 @@ from anycostfl.checks import (
     check_fields,
 )
 from anycostfl.errors import ConfigError
+from anycostfl.state import Update, with_full_mask
+
+counting_all = with_full_mask  # like Update, only for codec/ until its imports are merged
+
+__all__ = ["Update", "counting_all"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,20 +46,6 @@ class Scale:
 
     mean: tuple[float, ...]
     std: tuple[float, ...]
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Update:
-    """A decoded update ũ and its mask m: both by parameter name, values 0 outside the mask."""
-
-    values: dict[str, Tensor]
-    masks: dict[str, Tensor]
-
-
-def counting_all(update: Update) -> Update:
-    """The same values with a mask that is true everywhere: zeros count as zeros."""
-    masks = {name: torch.ones(v.shape, dtype=torch.bool) for name, v in update.values.items()}
-    return Update(update.values, masks)
 
 
 @dataclass(frozen=True, slots=True)

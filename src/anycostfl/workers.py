@@ -28,11 +28,11 @@ from torch import Tensor, nn
 
 from anycostfl import methods, models
 from anycostfl.attacks import corrupt
-from anycostfl.coupling import tensors_of
 from anycostfl.errors import AnycostError, BetaError, ConfigError, PayloadError, UpdateError
 from anycostfl.feedback import encode_with_feedback, no_residual
-from anycostfl.methods import State, Upload
+from anycostfl.methods import Upload
 from anycostfl.shrink import ElasticModel, Order, SubModel
+from anycostfl.state import State, tensors_of
 from anycostfl.train import TrainOptions, count_correct, reuse_memory, train
 from anycostfl.types import Scale
 

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from anycostfl import models
 from anycostfl.cli._console import Json, emit_json, out, say, table
-from anycostfl.coupling import Group
+from anycostfl.coupling.result import Group
 from anycostfl.errors import ConfigError, UnknownNameError
 from anycostfl.shrink import ElasticModel, SubModel, size_bits
 from anycostfl.shrink.widths import regions, take
@@ -81,7 +81,7 @@ def _per_channel(group: Group, net: ElasticModel) -> tuple[int, float]:
     """Parameters and training FLOPs that go when the full model loses one channel of a group."""
     narrower = {**net.coupling.full(), group.name: group.size - 1}
     weights = dict(net.module.named_parameters())
-    kept = regions(net.coupling, narrower, weights)
+    kept = regions(net.coupling, narrower, {n: w.shape for n, w in weights.items()})
     left = sum(take(weight, kept[name]).numel() for name, weight in weights.items())
     return _count(net.module) - left, net.training_flops - net.coupling.flops(narrower)
 
@@ -105,7 +105,7 @@ def describe(name: str, net: ElasticModel, sub: SubModel) -> dict[str, object]:
             _describe_group(group, net, plan.widths[group.name]) for group in coupling.groups
         ],
         "unused": list(coupling.unused),
-        "turn_together": [[name for name, _ in dial.sizes] for dial in net.dials],
+        "turn_together": [[name for name, _ in dial.sizes] for dial in net.tied_widths],
         "pinned": [
             {
                 "tensor": pin.tensor,
@@ -173,5 +173,5 @@ def _show_costs(net: ElasticModel, sub: SubModel) -> None:
         say("Not used on the example input, kept whole: " + ", ".join(net.coupling.unused))
     if net.rewritten:
         say("Sub-models run from a captured graph: forward holds literal sizes.")
-    for dial in (dial for dial in net.dials if len(dial.sizes) > 1):
+    for dial in (dial for dial in net.tied_widths if len(dial.sizes) > 1):
         say("Turn together: " + ", ".join(name for name, _ in dial.sizes))

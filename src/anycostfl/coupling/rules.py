@@ -1,8 +1,8 @@
 """What each tensor operation does to channel labels: one short rule per family of operations.
 
 A rule labels the results of a call. It may join atoms (channels that must move together), pin them
-(channels that may not move), or report a matrix product for FLOP counting. Operations without a
-rule fall to `unknown`, which pins whatever it sees.
+(channels that may not move), or report a matrix product for FLOP counting. An operation without a
+rule gets `unknown`, which pins every channel it takes.
 """
 
 from __future__ import annotations
@@ -35,10 +35,10 @@ def rule(*names: str) -> Callable[[Rule], Rule]:
 
 
 def whole_blocks(blocks: int, inner: int) -> bool:
-    """Whether grouped channels move as whole blocks, or by their place inside every block.
+    """Whether grouped channels move as whole blocks, or by their position inside every block.
 
-    Both are exact; the one with more positions gives the finer choice of widths. Whole blocks win
-    a draw: a GroupNorm then normalises the remaining groups exactly as before.
+    Both are exact; the one with more positions offers more widths. Whole blocks win a tie: a
+    GroupNorm then normalises the remaining groups exactly as before.
     """
     return blocks >= inner
 
@@ -47,10 +47,8 @@ def unknown(tracer: Tracer, call: Call) -> None:
     """Pin every channel that an operation without a rule takes in."""
     if call.pointwise:
         return elementwise(tracer, call)
-    why = tracer.reason(call, "no rule for this operation")
     for tensor in call.inputs:
-        for label in tracer.labels(tensor):
-            tracer.classes.pin(label, why)
+        tracer.pin(call, tracer.labels(tensor), "no rule for this operation")
     for result in call.outputs:
         tracer.assign(result, (None,) * result.dim())
     return None
@@ -61,16 +59,11 @@ def unknown(tracer: Tracer, call: Call) -> None:
 @rule("bernoulli", "bernoulli_", "uniform_", "normal_")
 def elementwise(tracer: Tracer, call: Call) -> None:
     """Align all operands index by index, with broadcasting."""
-    why = tracer.misfit(call)
     for result in call.outputs:
         labels: list[Label] = []
         for back in range(result.dim(), 0, -1):
-            aligned = [
-                tracer.labels(x)[-back]
-                for x in call.inputs
-                if x.dim() >= back and x.shape[-back] > 1
-            ]
-            labels.append(tracer.classes.unite(aligned, why))
+            wide = [x for x in call.inputs if x.dim() >= back and x.shape[-back] > 1]
+            labels.append(tracer.unite(call, [tracer.labels(x)[-back] for x in wide]))
         tracer.assign(result, labels)
 
 
@@ -78,12 +71,12 @@ def elementwise(tracer: Tracer, call: Call) -> None:
 @rule("new_zeros", "new_ones", "new_full", "new_empty", "scalar_tensor", "empty_strided")
 @rule("rand", "randn", "rand_like", "randn_like")
 def constant(tracer: Tracer, call: Call) -> None:
-    """A constant is the same for every channel, so it takes on whatever it meets."""
+    """A constant is the same for every channel, so it may join any of them."""
     for result in call.outputs:
         tracer.enter(result)
 
 
-# --- moving dimensions about -----------------------------------------------------------------
+# --- rearranging dimensions ------------------------------------------------------------------
 
 
 @rule("view", "_unsafe_view", "_reshape_alias")
@@ -119,23 +112,21 @@ def _equal_blocks(a: Sequence[int], b: Sequence[int]) -> list[tuple[list[int], l
 
 
 def _merge(tracer: Tracer, call: Call, labels: Sequence[Label], sizes: Sequence[int]) -> Label:
-    """The label of dimensions flattened into one; of several labelled ones the last survives."""
-    labelled = [k for k, label in enumerate(labels) if label is not None]
-    for k in labelled[:-1]:
-        tracer.classes.pin(labels[k], tracer.reason(call, "merges two channel dimensions"))
+    """The label of dimensions flattened into one; of several labels, the last is kept."""
+    labelled = [(k, label) for k, label in enumerate(labels) if label is not None]
     if not labelled:
         return None
-    last = labelled[-1]
-    kept = labels[last]
+    *others, (last, kept) = labelled
+    tracer.pin(call, [label for _, label in others], "merges two channel dimensions")
     inner, outer = math.prod(sizes[last + 1 :]), math.prod(sizes[:last])
-    return None if kept is None else np.tile(np.repeat(kept, inner), outer)
+    return np.tile(np.repeat(kept, inner), outer)
 
 
 def _split(tracer: Tracer, flat: Label, sizes: Sequence[int]) -> dict[int, Label]:
-    """Hand a flat label to the dimensions it is split into.
+    """Distribute a flat label over the dimensions it is split into.
 
     If channels differ along one axis only, that axis carries them. Otherwise (attention heads,
-    channel shuffle) the innermost axis does, and equal places of the outer ones move together.
+    channel shuffle) the innermost axis does, and equal positions of the outer ones are tied.
     """
     if flat is None:
         return {}
@@ -206,15 +197,15 @@ def repeat(tracer: Tracer, call: Call) -> None:
 @rule("select", "unbind")
 def select(tracer: Tracer, call: Call) -> None:
     """Take single positions of a dimension, which must then stay where they are."""
-    labels, dim = list(tracer.labels(call.inputs[0])), call.dim()
-    tracer.classes.pin(labels.pop(dim), tracer.reason(call, POSITION))
+    labels = list(tracer.labels(call.inputs[0]))
+    tracer.pin(call, [labels.pop(call.dim())], POSITION)
     for result in call.outputs:
         tracer.assign(result, labels)
 
 
 @rule("slice")
 def narrow(tracer: Tracer, call: Call) -> None:
-    """Keep a range of positions and their atoms; the signature tells them from the rest."""
+    """Keep a range of positions and their atoms; signatures tell them from the rest."""
     labels, dim = list(tracer.labels(call.inputs[0])), call.dim()
     span = slice(call.arguments["start"], call.arguments["end"], call.arguments["step"])
     label = labels[dim]
@@ -235,7 +226,7 @@ def split(tracer: Tracer, call: Call) -> None:
 
 @rule("cat")
 def cat(tracer: Tracer, call: Call) -> None:
-    """Lay tensors end to end along one dimension and align the others."""
+    """Concatenate along one dimension and align the others."""
     parts = [x for x in call.inputs if x.dim() == call.outputs[0].dim()]
     dim = call.dim()
     labels = _align_others(tracer, call, [tracer.labels(x) for x in parts], dim)
@@ -252,7 +243,7 @@ def cat(tracer: Tracer, call: Call) -> None:
 
 @rule("stack")
 def stack(tracer: Tracer, call: Call) -> None:
-    """Lay tensors along a new dimension and align all others."""
+    """Add a new dimension and align all others."""
     dim = call.arguments["dim"] % call.outputs[0].dim()
     parts = [tracer.labels(x) for x in call.inputs]
     widened = [(*part[:dim], None, *part[dim:]) for part in parts]
@@ -260,14 +251,13 @@ def stack(tracer: Tracer, call: Call) -> None:
 
 
 def _align_others(tracer: Tracer, call: Call, parts: list[Labels], dim: int) -> list[Label]:
-    why = tracer.misfit(call)
-    columns = list(zip(*parts, strict=True))
-    return [None if k == dim else tracer.classes.unite(c, why) for k, c in enumerate(columns)]
+    columns = enumerate(zip(*parts, strict=True))
+    return [None if k == dim else tracer.unite(call, column) for k, column in columns]
 
 
 def _fixed_atoms(tracer: Tracer, call: Call, count: int) -> Atoms:
     atoms = tracer.classes.new(count)
-    tracer.classes.pin(atoms, tracer.reason(call, "holds data beside channels"))
+    tracer.pin(call, [atoms], "holds data beside channels")
     return atoms
 
 
@@ -287,12 +277,11 @@ def pad(tracer: Tracer, call: Call) -> None:
 @rule("cumsum", "cumprod", "logcumsumexp", "sort", "argsort", "topk", "index_select")
 @rule("flip", "roll")
 def positional(tracer: Tracer, call: Call) -> None:
-    """Operations that depend on the place along some dimensions and leave the others alone."""
+    """Operations that depend on the position along some dimensions and keep the others."""
     labels = list(tracer.labels(call.inputs[0]))
     dims = call.arguments.get("dims", call.arguments.get("dim", -1))
-    every = range(len(labels))
-    for dim in [dims] if isinstance(dims, int) else (dims or every):
-        tracer.classes.pin(labels[dim], tracer.reason(call, POSITION))
+    for dim in [dims] if isinstance(dims, int) else (dims or range(len(labels))):
+        tracer.pin(call, [labels[dim]], POSITION)
         labels[dim] = None
     for result in call.outputs:
         tracer.assign(result, labels)
@@ -300,14 +289,13 @@ def positional(tracer: Tracer, call: Call) -> None:
 
 @rule("index")
 def index(tracer: Tracer, call: Call) -> None:
-    """Look positions up in one dimension (`table[tokens]`); several at once are not understood."""
-    source = call.inputs[0]
+    """Look up positions in one dimension (`table[tokens]`); several at once are unknown."""
     lookups = [(d, i) for d, i in enumerate(call.arguments["indices"]) if i is not None]
     if len(lookups) != 1 or lookups[0][1].dtype not in (torch.int32, torch.int64):
         return unknown(tracer, call)
     dim, positions = lookups[0]
-    labels = tracer.labels(source)
-    tracer.classes.pin(labels[dim], tracer.reason(call, POSITION))
+    labels = tracer.labels(call.inputs[0])
+    tracer.pin(call, [labels[dim]], POSITION)
     out = (*labels[:dim], *(None,) * positions.dim(), *labels[dim + 1 :])
     return tracer.assign(call.outputs[0], out)
 
@@ -316,8 +304,7 @@ def index(tracer: Tracer, call: Call) -> None:
 def pixel_shuffle(tracer: Tracer, call: Call) -> None:
     """Trade blocks of r² channels for r×r pixels."""
     labels, result = list(tracer.labels(call.inputs[0])), call.outputs[0]
-    for label in labels[-2:]:
-        tracer.classes.pin(label, tracer.reason(call, SPATIAL))
+    tracer.pin(call, labels[-2:], SPATIAL)
     label, channels = labels[-3], result.shape[-3]
     if label is not None and len(label) > channels:
         label = tracer.classes.glue(label, channels)
@@ -335,16 +322,15 @@ def matmul(tracer: Tracer, call: Call) -> None:
     *bias, left, right = call.inputs
     a, b = tracer.labels(left), tracer.labels(right)
     batch, columns = (b[:-2], b[-1:]) if right.dim() > 1 else ((), ())
-    why = tracer.misfit(call)
-    tracer.classes.unite([a[-1], b[0] if right.dim() == 1 else b[-2]], why)
-    shared = [tracer.classes.unite([x, y], why) for x, y in zip(a[:-2], batch, strict=True)]
+    tracer.unite(call, [a[-1], b[0] if right.dim() == 1 else b[-2]])
+    shared = [tracer.unite(call, pair) for pair in zip(a[:-2], batch, strict=True)]
     labels = [*shared, a[-2], *columns]
     tracer.producers += [a[-2], *columns]
     result = call.outputs[0]
     for offset in bias:
         for back in range(1, offset.dim() + 1):
             if offset.shape[-back] > 1:
-                tracer.classes.unite([tracer.labels(offset)[-back], labels[-back]], why)
+                tracer.unite(call, [tracer.labels(offset)[-back], labels[-back]])
     sizes = [*zip(result.shape, labels, strict=True), (left.shape[-1], a[-1])]
     _count(tracer, 1, sizes, (left, right))
     tracer.assign(result, labels)
@@ -362,17 +348,16 @@ def convolution(tracer: Tracer, call: Call) -> None:
     """Convolutions of any rank; grouped ones couple inputs with outputs (see `whole_blocks`)."""
     x, weight, bias = (call.arguments[k] for k in ("input", "weight", "bias"))
     labels, kernel = tracer.labels(x), tracer.labels(weight)
-    for label in (*labels[2:], *kernel[2:]):
-        tracer.classes.pin(label, tracer.reason(call, SPATIAL))
+    tracer.pin(call, (*labels[2:], *kernel[2:]), SPATIAL)
     transposed, groups = call.arguments["transposed"], call.arguments["groups"]
     produced = _couple_channels(tracer, call, transposed, groups)
     if bias is not None:
-        tracer.classes.unite([produced, tracer.labels(bias)[0]], tracer.misfit(call))
+        tracer.unite(call, [produced, tracer.labels(bias)[0]])
     tracer.producers.append(produced)
     result = call.outputs[0]
     area = math.prod((x if transposed else result).shape[2:]) * math.prod(weight.shape[2:])
-    sizes = zip(weight.shape[:2], tracer.labels(weight)[:2], strict=True)
-    _count(tracer, x.shape[0] * area, list(sizes), (x, weight))
+    sizes = list(zip(weight.shape[:2], kernel[:2], strict=True))
+    _count(tracer, x.shape[0] * area, sizes, (x, weight))
     tracer.assign(result, [labels[0], produced, *(None,) * (result.dim() - 2)])
 
 
@@ -380,20 +365,19 @@ def _couple_channels(tracer: Tracer, call: Call, transposed: bool, groups: int) 
     """Join a convolution's input channels with its weight; returns the label of its outputs."""
     x, weight = call.arguments["input"], call.arguments["weight"]
     entering, (first, second) = tracer.labels(x)[1], tracer.labels(weight)[:2]
-    classes, why = tracer.classes, tracer.misfit(call)
+    classes = tracer.classes
     if groups == 1:
         consumed, produced = (first, second) if transposed else (second, first)
-        classes.unite([entering, consumed], why)
+        tracer.unite(call, [entering, consumed])
         return produced
     if transposed:
-        for label in (entering, first, second):
-            classes.pin(label, tracer.reason(call, "is transposed and grouped"))
+        tracer.pin(call, (entering, first, second), "is transposed and grouped")
         return None
     if whole_blocks(groups, min(weight.shape[0] // groups, weight.shape[1])):
-        classes.pin(second, tracer.reason(call, "whole groups come and go"))
-        classes.unite([classes.glue(entering, groups), classes.glue(first, groups)], why)
+        tracer.pin(call, [second], "shrinks by whole groups")
+        tracer.unite(call, [classes.glue(entering, groups), classes.glue(first, groups)])
     else:
-        classes.unite([classes.tie(entering, groups), second], why)
+        tracer.unite(call, [classes.tie(entering, groups), second])
         classes.tie(first, groups)
     return first
 
@@ -402,7 +386,7 @@ def _couple_channels(tracer: Tracer, call: Call, transposed: bool, groups: int) 
 def embedding(tracer: Tracer, call: Call) -> None:
     """Rows are chosen by data; columns are channels."""
     rows, columns = tracer.labels(call.arguments["weight"])
-    tracer.classes.pin(rows, tracer.reason(call, "rows are chosen by the data"))
+    tracer.pin(call, [rows], "rows are chosen by the data")
     tracer.producers.append(columns)
     tracer.assign(call.outputs[0], [*tracer.labels(call.arguments["indices"]), columns])
 
@@ -413,16 +397,15 @@ def attention(tracer: Tracer, call: Call) -> None:
     """softmax(q kᵀ) v on (batch, head, token, size)."""
     query, key, value = (call.arguments[k] for k in ("query", "key", "value"))
     q, k, v = (tracer.labels(x) for x in (query, key, value))
-    why = tracer.misfit(call)
-    heads = tracer.classes.unite([q[1], k[1], v[1]] if query.shape[1] > 1 else [], why)
-    tracer.classes.unite([q[3], k[3]], why)
-    tracer.classes.unite([k[2], v[2]], why)
+    heads = tracer.unite(call, [q[1], k[1], v[1]] if query.shape[1] > 1 else [])
+    tracer.unite(call, [q[3], k[3]])
+    tracer.unite(call, [k[2], v[2]])
     mask = call.arguments.get("attn_mask", call.arguments.get("attn_bias"))
     if mask is not None:
         own = zip(mask.shape, tracer.labels(mask), strict=True)
         for (size, label), met in zip(list(own)[::-1], (k[2], q[2], heads, q[0]), strict=False):
             if size > 1:
-                tracer.classes.unite([label, met], why)
+                tracer.unite(call, [label, met])
     area = query.shape[0] * query.shape[2] * key.shape[2]
     head_size = (query.shape[1], heads)
     _count(tracer, area, [head_size, (query.shape[3], q[3])], (query, key))
@@ -437,60 +420,56 @@ def attention(tracer: Tracer, call: Call) -> None:
 @rule("cudnn_batch_norm", "_batch_norm_no_update", "batch_norm", "_batch_norm_with_update")
 def batch_norm(tracer: Tracer, call: Call) -> None:
     """Per-channel statistics and affine parameters move with their channel."""
-    _norm(tracer, call, ("weight", "bias", "running_mean", "running_var"), 1)
+    _norm(tracer, call, [(1, 0)])
 
 
 @rule("native_group_norm")
 def group_norm(tracer: Tracer, call: Call) -> None:
     """As batch norm, with channels coupled inside or across groups."""
     groups, channels = call.arguments["group"], call.arguments["C"]
-    label = _norm(tracer, call, ("weight", "bias"), 1)
+    label = _norm(tracer, call, [(1, 0)])[1]
     module = tracer.stack[-1][1] if tracer.stack else None
-    counted = isinstance(module, nn.GroupNorm) and module.affine  # a cut knows how many remain
-    if counted and whole_blocks(groups, channels // groups):
+    resizable = isinstance(module, nn.GroupNorm) and module.affine  # a cut can set its num_groups
+    if resizable and whole_blocks(groups, channels // groups):
         tracer.classes.glue(label, groups)
     else:
         tracer.classes.tie(label, groups)
 
 
-def _norm(tracer: Tracer, call: Call, names: Sequence[str], dim: int) -> Label:
-    labels = list(tracer.labels(call.inputs[0]))
-    vectors = [v for n in names if (v := call.arguments.get(n)) is not None]
-    if call.inputs[0].shape[dim] > 1:
-        own = [tracer.labels(v)[0] for v in vectors]
-        why = tracer.misfit(call)
-        labels[dim] = tracer.classes.unite([labels[dim], *own], why)
-    tracer.assign(call.outputs[0], labels)
-    return labels[dim]
-
-
 @rule("native_layer_norm", "_fused_rms_norm")
 def layer_norm(tracer: Tracer, call: Call) -> None:
     """Statistics over the last dimensions do not depend on their order."""
-    x, why = call.inputs[0], tracer.misfit(call)
-    labels = list(tracer.labels(x))
-    vectors = [v for n in ("weight", "bias") if (v := call.arguments.get(n)) is not None]
-    for back in range(1, len(call.arguments["normalized_shape"]) + 1):
-        if x.shape[-back] > 1:
-            aligned = [labels[-back], *(tracer.labels(v)[-back] for v in vectors)]
-            labels[-back] = tracer.classes.unite(aligned, why)
+    last = range(-1, -1 - len(call.arguments["normalized_shape"]), -1)
+    _norm(tracer, call, [(dim, dim) for dim in last])
+
+
+def _norm(tracer: Tracer, call: Call, aligned: Sequence[tuple[int, int]]) -> list[Label]:
+    """Align (dimension of the input, dimension of each vector); returns the input's labels."""
+    x, labels = call.inputs[0], list(tracer.labels(call.inputs[0]))
+    names = ("weight", "bias", "running_mean", "running_var")
+    vectors = [v for n in names if (v := call.arguments.get(n)) is not None]
+    for dim, own in aligned:
+        if x.shape[dim] > 1:
+            labels[dim] = tracer.unite(
+                call, [labels[dim], *(tracer.labels(v)[own] for v in vectors)]
+            )
     tracer.assign(call.outputs[0], labels)
+    return labels
 
 
 @rule("glu")
 def glu(tracer: Tracer, call: Call) -> None:
-    """The first half gates the second, place by place."""
+    """The first half is gated by the second, position by position."""
     labels, dim = list(tracer.labels(call.inputs[0])), call.dim()
     labels[dim] = tracer.classes.tie(labels[dim], 2)
     tracer.assign(call.outputs[0], labels)
 
 
 def _spatial(tracer: Tracer, call: Call) -> None:
-    """Pooling, resizing, padding: channels pass, positions stay."""
+    """Pooling, resizing, padding: channels pass through, positions stay."""
     rank = next(k for k in (1, 2, 3) if f"{k}d" in call.name)
     labels = tracer.labels(call.inputs[0])
-    for label in labels[-rank:]:
-        tracer.classes.pin(label, tracer.reason(call, SPATIAL))
+    tracer.pin(call, labels[-rank:], SPATIAL)
     for result in call.outputs:
         tracer.assign(result, [*labels[:-rank], *(None,) * rank])
 
@@ -509,14 +488,13 @@ for _rank in ("1d", "2d", "3d"):
 @rule("linalg_vector_norm", "norm", "max", "min", "argmax", "argmin", "median", "count_nonzero")
 def reduction(tracer: Tracer, call: Call) -> None:
     """Reduced dimensions vanish; where positions are returned, channels must stay."""
-    if len(call.inputs) == 2:  # max(a, b) is no reduction
+    if len(call.inputs) == 2:  # max(a, b) is elementwise
         return elementwise(tracer, call)
     labels, dims = list(tracer.labels(call.inputs[0])), call.arguments.get("dim")
     listed = range(len(labels)) if dims is None or dims == [] else dims
     gone = {d % len(labels) for d in ([listed] if isinstance(listed, int) else listed)}
     if call.name.startswith("arg") or (dims is not None and call.name in ("max", "min", "median")):
-        for d in gone:
-            tracer.classes.pin(labels[d], tracer.reason(call, POSITION))
+        tracer.pin(call, [labels[d] for d in gone], POSITION)
     for result in call.outputs:
         keeps = result.dim() == len(labels)
         kept = [None if d in gone else x for d, x in enumerate(labels) if keeps or d not in gone]

@@ -13,7 +13,7 @@ import hashlib
 
 from anycostfl.downlink import Step
 from anycostfl.flower.messages import Download, raw_bytes
-from anycostfl.methods import State
+from anycostfl.state import State
 
 
 def mark_of(public: State) -> bytes:

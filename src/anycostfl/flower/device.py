@@ -22,7 +22,6 @@ from flwr.clientapp import ClientApp
 from torch import Tensor
 
 from anycostfl.config import Config, load_profile, parse_config, profiles_of
-from anycostfl.coupling import tensors_of
 from anycostfl.downlink import first_public, take_step
 from anycostfl.errors import AnycostError, ConfigError
 from anycostfl.experiment import prepare
@@ -41,8 +40,8 @@ from anycostfl.flower.messages import (
     read_task,
     unpack_weights,
 )
-from anycostfl.methods import State
 from anycostfl.shrink import SubModel
+from anycostfl.state import State, tensors_of
 from anycostfl.train import reuse_memory
 from anycostfl.types import Devices, Profile, Scale, make_devices
 from anycostfl.workers import DeviceSide, Job, Reply

@@ -23,8 +23,9 @@ from torch import Tensor
 from anycostfl.checks import Interval
 from anycostfl.downlink import Step
 from anycostfl.errors import AnycostError, ConfigError
-from anycostfl.methods import State, Upload
+from anycostfl.methods import Upload
 from anycostfl.shrink import ElasticModel, WidthPlan
+from anycostfl.state import State
 from anycostfl.types import Devices, Scale, make_devices
 
 Scalar = TypeVar("Scalar", int, float, str, bytes, bool)

@@ -27,7 +27,6 @@ from flwr.serverapp import Grid, ServerApp
 
 from anycostfl.attacks import check_honest
 from anycostfl.config import Config
-from anycostfl.coupling import tensors_of
 from anycostfl.errors import AnycostError
 from anycostfl.files import append_line, no_link, only_one, write_whole
 from anycostfl.flower.broadcast import Chain
@@ -40,6 +39,7 @@ from anycostfl.planner import needed_budgets
 from anycostfl.rounds import Outcome, receive
 from anycostfl.runs import Snapshot, Turn, Turns, check_engine, keep, take_up
 from anycostfl.server import Round, Server
+from anycostfl.state import tensors_of
 from anycostfl.types import DeviceRecord, Reason
 from anycostfl.workers import InProcess, one_thread
 

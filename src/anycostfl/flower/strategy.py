@@ -23,7 +23,6 @@ from flwr.serverapp.strategy import Strategy
 
 from anycostfl.attacks import check_honest
 from anycostfl.config import Config, essence
-from anycostfl.coupling import copy_of
 from anycostfl.fleet import choose
 from anycostfl.flower.broadcast import Chain
 from anycostfl.flower.messages import Ask, MessageError, Offer, Task, read_offer, wire_bytes
@@ -31,6 +30,7 @@ from anycostfl.flower.roster import ASK_S, answer_to, as_missing, cohort_of
 from anycostfl.flower.server import make_tasks
 from anycostfl.rounds import receive
 from anycostfl.server import Round, Server
+from anycostfl.state import clone_state
 from anycostfl.types import RoundRecord
 from anycostfl.workers import InProcess
 
@@ -57,7 +57,7 @@ class AnycostStrategy(Strategy):
 
     def initial_arrays(self) -> ArrayRecord:
         """The global model to start from."""
-        return ArrayRecord(copy_of(self._server.net.module))
+        return ArrayRecord(clone_state(self._server.net.module))
 
     def summary(self) -> None:
         """Log what is about to be trained."""

@@ -11,16 +11,16 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import ModuleType
 
-from torch import Tensor, nn
+from torch import nn
 
 from anycostfl.checks import FloatArray
 from anycostfl.errors import UnknownNameError
 from anycostfl.registry import load_file, modules_in, own_folders, unknown
-from anycostfl.types import Devices, Limits, Strategies, Update, Workload
+from anycostfl.state import State, Update
+from anycostfl.types import Devices, Limits, Strategies, Workload
 
 __path__ = [*__path__, *own_folders("methods")]
 
-State = Mapping[str, Tensor]
 Shapes = Mapping[str, Sequence[int]]
 
 

@@ -24,9 +24,10 @@ from anycostfl.codec.sparse import (
     spread,
     unpack_sparse,
 )
-from anycostfl.methods import Shapes, State, Upload, elements
+from anycostfl.methods import Shapes, Upload, elements
 from anycostfl.planner import fixed_strategies
-from anycostfl.types import Devices, Limits, Strategies, Update, Workload, counting_all
+from anycostfl.state import State, Update, with_full_mask
+from anycostfl.types import Devices, Limits, Strategies, Workload
 
 Planner = Callable[[Devices, Workload, Limits], Strategies]
 
@@ -67,7 +68,7 @@ def encode_with_codec(update: State, upload: Upload) -> bytes:
 
 def decode_unmasked(payload: bytes, shapes: Shapes, upload: Upload) -> Update:
     """The quantized update; elements that were not sent count as zero."""
-    return counting_all(decompress(payload, shapes, binding=upload.binding))
+    return with_full_mask(decompress(payload, shapes, binding=upload.binding))
 
 
 def encode_dense(update: State, upload: Upload) -> bytes:

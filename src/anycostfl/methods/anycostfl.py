@@ -23,7 +23,8 @@ from anycostfl.methods._common import (
     weigh_by_samples,
 )
 from anycostfl.planner import fixed_strategies, plan_strategies
-from anycostfl.types import Devices, Limits, Strategies, Update, Workload
+from anycostfl.state import Update
+from anycostfl.types import Devices, Limits, Strategies, Workload
 
 
 def decode(payload: bytes, shapes: Shapes, upload: Upload) -> Update:

@@ -25,9 +25,10 @@ from anycostfl.codec import byte_budget
 from anycostfl.codec.arrays import Floats
 from anycostfl.codec.flat import flatten
 from anycostfl.codec.sparse import Sparse, chances, draw, fill, pack_sparse
-from anycostfl.methods import Method, State, Upload
+from anycostfl.methods import Method, Upload
 from anycostfl.methods._common import average, bond_of, decode_levels
 from anycostfl.planner import fixed_strategies
+from anycostfl.state import State
 from anycostfl.types import Devices, Limits, Strategies, Workload
 
 RATE = 1 / 33  # of S on average, recovered from the paper's table

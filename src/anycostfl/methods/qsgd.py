@@ -20,13 +20,14 @@ import numpy as np
 
 from anycostfl.codec.arrays import Floats
 from anycostfl.codec.sparse import Ranked, Sparse, chances, draw
-from anycostfl.methods import Method, State, Upload
+from anycostfl.methods import Method, Upload
 from anycostfl.methods._common import (
     decode_levels,
     encode_largest,
     full_width_at,
     weigh_by_samples,
 )
+from anycostfl.state import State
 
 RATE = 1 / 35  # of S, recovered from the paper's table
 STEP = 0.4  # in root-mean-squares of what is kept; about the least error at this rate

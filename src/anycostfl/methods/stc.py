@@ -23,9 +23,9 @@ from anycostfl.codec.arrays import Floats
 from anycostfl.codec.flat import all_of, flatten
 from anycostfl.codec.frame import bond
 from anycostfl.codec.sparse import Layout, Ranked, Sparse, fill, pack_sparse, spread, unpack_sparse
-from anycostfl.methods import Method, Shapes, State, Upload, elements
+from anycostfl.methods import Method, Shapes, Upload, elements
 from anycostfl.methods._common import bond_of, full_width_at, weigh_by_samples
-from anycostfl.types import Update
+from anycostfl.state import State, Update
 
 RATE = 1 / 43  # of S, recovered from the paper's table
 

@@ -29,9 +29,9 @@ from anycostfl.codec.sparse import (
     unzigzag,
     zigzag,
 )
-from anycostfl.methods import Method, Shapes, State, Upload, elements
+from anycostfl.methods import Method, Shapes, Upload, elements
 from anycostfl.methods._common import encode_largest, full_width_at, weigh_by_samples
-from anycostfl.types import Update
+from anycostfl.state import State, Update
 
 RATE = 1 / 34  # of S, recovered from the paper's table
 CHUNK = 1 << 16  # pairs decoded at a time
