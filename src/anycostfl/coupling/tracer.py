@@ -36,6 +36,7 @@ class Call:
     arguments: dict[str, Any]
     inputs: list[Tensor]  # every tensor among the arguments
     outputs: list[Tensor]
+    labels: list[Label]  # of the first input; a rule may change them
     pointwise: bool
 
     def dim(self, name: str = "dim") -> int:
@@ -115,7 +116,10 @@ class Observer(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch lea
         return result
 
 
-Rule = Callable[["Tracer", Call], None]
+Results = Sequence[Sequence[Label]]
+"""The labels of each output of a call."""
+
+Rule = Callable[["Tracer", Call], Results]
 
 
 class Tracer(Observer):  # type: ignore[no-untyped-call]  # torch leaves it untyped
@@ -191,8 +195,11 @@ class Tracer(Observer):  # type: ignore[no-untyped-call]  # torch leaves it unty
             self._trained.update(map(id, outputs))
         if inputs and all(id(x) in self._data for x in inputs):
             self._data.update(map(id, outputs))
+        labels = list(self.labels(inputs[0])) if inputs else []
+        call = Call(name, bound, inputs, outputs, labels, torch.Tag.pointwise in func.tags)
         rule = self._rules.get(name, self._fallback)
-        rule(self, Call(name, bound, inputs, outputs, torch.Tag.pointwise in func.tags))
+        for tensor, found in zip(outputs, rule(self, call), strict=False):
+            self.assign(tensor, found)
 
 
 class _Reshapes(TorchFunctionMode):
