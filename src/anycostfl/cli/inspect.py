@@ -16,7 +16,8 @@ from anycostfl import models
 from anycostfl.cli._console import Json, emit_json, out, say, table
 from anycostfl.coupling.result import Group
 from anycostfl.errors import ConfigError, UnknownNameError
-from anycostfl.shrink import ElasticModel, SubModel, size_bits
+from anycostfl.shrink import ElasticModel, SubModel
+from anycostfl.shrink.elastic import size_bits
 from anycostfl.shrink.widths import regions, take
 
 

@@ -19,7 +19,7 @@ import numpy as np
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from anycostfl.coupling.atoms import AtomClasses, Label, Reason
+from anycostfl.coupling.atoms import AtomClasses, Atoms, Label, Reason
 from anycostfl.coupling.result import Cost, Coupling, Extent, Group, Pin, Returned, Slot
 from anycostfl.coupling.rules import RULES, unknown
 from anycostfl.coupling.tracer import Labels, Tracer, evaluation, follow, tensors_in, train_mode
@@ -133,17 +133,28 @@ def _pin_outputs(tracer: Tracer, result: Any) -> None:
             tracer.classes.pin(label, Reason("output", "", "is an output of the model"))
 
 
+Place = tuple[str, int]
+"""A tensor's name and one of its dimensions."""
+
+Places = dict[Place, list[int]]
+"""The positions that one class owns, per tensor and dimension."""
+
+
 def _collect(tracer: Tracer, named: State, aliases: Mapping[str, str], watched: State) -> Coupling:
     """Turn classes of atoms into groups, pins, costs and expected shapes."""
     labels = {
-        name: tracer.labels(tensor) for name, tensor in named.items() if aliases[name] == name
+        (name, dim): label
+        for name, tensor in named.items()
+        if aliases[name] == name
+        for dim, label in enumerate(tracer.labels(tensor))
+        if label is not None
     }
     pinned = tracer.classes.pinned()
-    groups = _groups(tracer, labels, pinned)
+    groups = _groups(tracer, named, labels, pinned)
     owner = {int(root): (g.name, g.size) for g in groups for root in g.roots}
 
     def extent(size: int, label: Label) -> Extent:
-        roots = _roots(tracer.classes, label)
+        roots = [] if label is None else tracer.classes.roots(label).tolist()
         owners = Counter(owner[root] for root in roots if root in owner)
         return Extent(size, {name: (n / full, full) for (name, full), n in owners.items()})
 
@@ -166,22 +177,21 @@ def _collect(tracer: Tracer, named: State, aliases: Mapping[str, str], watched: 
     )
 
 
-Place = tuple[str, int]
-"""A tensor's name and one of its dimensions."""
-
-Places = dict[Place, list[int]]
-
-
 def _groups(
-    tracer: Tracer, labels: Mapping[str, Labels], pinned: Mapping[int, Reason]
+    tracer: Tracer, named: State, labels: Mapping[Place, Atoms], pinned: Mapping[int, Reason]
 ) -> tuple[Group, ...]:
     """Classes with one layout and one signature form a group, if a weight produces them."""
+    owned: dict[int, Places] = defaultdict(lambda: defaultdict(list))
+    for place, label in labels.items():
+        for position, root in enumerate(tracer.classes.roots(label).tolist()):
+            if root not in pinned:
+                owned[root][place].append(position)
     signatures = tracer.classes.signatures()
     alike: dict[object, list[tuple[int, Places]]] = defaultdict(list)
-    for root, places in _places(tracer.classes, labels, pinned).items():
+    for root, places in owned.items():
         layout = tuple((place, len(positions)) for place, positions in places.items())
         alike[int(signatures[root]), layout].append((root, places))
-    producing = _producing(tracer, labels)
+    producing = _producing(tracer, named, labels)
     found = [_group(members, producing) for members in alike.values() if len(members) > 1]
     kept = [group for group in found if any(slot.produces for slot in group.slots)]
     names = Counter(group.name for group in kept)
@@ -190,33 +200,12 @@ def _groups(
     )
 
 
-def _places(
-    classes: AtomClasses, labels: Mapping[str, Labels], pinned: Mapping[int, Reason]
-) -> dict[int, Places]:
-    """For every class that may move: the positions it owns, per tensor and dimension."""
-    places: dict[int, Places] = defaultdict(lambda: defaultdict(list))
-    for name, dims in labels.items():
-        for dim, label in enumerate(dims):
-            for position, root in enumerate(_roots(classes, label)):
-                if root not in pinned:
-                    places[root][name, dim].append(position)
-    return places
-
-
-def _roots(classes: AtomClasses, label: Label) -> list[int]:
-    return [] if label is None else classes.roots(label).tolist()
-
-
-def _producing(tracer: Tracer, labels: Mapping[str, Labels]) -> set[Place]:
-    """The weight dimensions that are outputs of a layer."""
+def _producing(tracer: Tracer, named: State, labels: Mapping[Place, Atoms]) -> set[Place]:
+    """The dimensions of weights (not of vectors) that are outputs of a layer."""
     outputs = [label for label in tracer.producers if label is not None]
     produced = np.concatenate([np.empty(0, np.int64), *outputs])
-    return {
-        (name, dim)
-        for name, dims in labels.items()
-        for dim, label in enumerate(dims)
-        if label is not None and len(dims) > 1 and np.isin(label, produced).any()
-    }
+    weights = {place: label for place, label in labels.items() if named[place[0]].dim() > 1}
+    return {place for place, label in weights.items() if np.isin(label, produced).any()}
 
 
 def _group(members: list[tuple[int, Places]], producing: set[Place]) -> Group:
@@ -238,13 +227,12 @@ def _lead(slots: Sequence[Slot]) -> Slot:
 
 
 def _pins(
-    classes: AtomClasses, labels: Mapping[str, Labels], pinned: Mapping[int, Reason]
+    classes: AtomClasses, labels: Mapping[Place, Atoms], pinned: Mapping[int, Reason]
 ) -> tuple[Pin, ...]:
     """The reasons of each pinned dimension, without kernel positions, which are not channels."""
     pins = []
-    for name, dims in labels.items():
-        for dim, label in enumerate(dims):
-            roots = _roots(classes, label)
-            counts = Counter(pinned[root] for root in roots if root in pinned)
-            pins += [Pin(name, dim, n, reason) for reason, n in counts.items()]
+    for (name, dim), label in labels.items():
+        roots = classes.roots(label).tolist()
+        counts = Counter(pinned[root] for root in roots if root in pinned)
+        pins += [Pin(name, dim, n, reason) for reason, n in counts.items()]
     return tuple(pin for pin in pins if not (pin.dim > 1 and pin.reason.operation == "convolution"))

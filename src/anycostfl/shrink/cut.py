@@ -67,7 +67,7 @@ def permute(coupling: Coupling, state: State, order: Order) -> dict[str, Tensor]
 
 
 def permute_in_place(coupling: Coupling, state: State, order: Order) -> None:
-    """Permute the tensors themselves, each with as few copies as possible."""
+    """Permute the tensors themselves; the last gather writes to its target, to save a copy."""
     for name, sources in _sources(coupling, state, order).items():
         moved = state[name].detach()
         moves = {dim: source for dim, source in sources.items() if moved.stride(dim)}
@@ -76,8 +76,7 @@ def permute_in_place(coupling: Coupling, state: State, order: Order) -> None:
         *first, (last_dim, last_source) = moves.items()
         for dim, source in first:
             moved = _gather(moved, dim, source)
-        source_tensor = moved if first else moved.clone()
-        _gather(source_tensor, last_dim, last_source, out=state[name].detach())
+        _gather(moved if first else moved.clone(), last_dim, last_source, out=state[name].detach())
 
 
 def _gather(tensor: Tensor, dim: int, source: Tensor, out: Tensor | None = None) -> Tensor:
