@@ -318,7 +318,7 @@ def matmul(tracer: Tracer, call: Call) -> Results:
 def _count(
     tracer: Tracer, fixed: int, sizes: Sequence[tuple[int, Label]], operands: tuple[Tensor, Tensor]
 ) -> None:
-    passes = 1 + sum(tracer.trained(x) for x in operands)
+    passes = 1 + sum(id(x) in tracer.trained for x in operands)
     tracer.products.append(Product(fixed, tuple(sizes), passes))
 
 

@@ -131,11 +131,11 @@ class Tracer(Observer):  # type: ignore[no-untyped-call]  # torch leaves it unty
         self.products: list[Product] = []
         self.producers: list[Label] = []
         self.samples = 1
-        self.used: set[int] = set()
+        self.used: set[int] = set()  # ids of tensors that an operation took
+        self.trained: set[int] = set()  # ids of tensors whose gradient a training step needs
         self._rules = rules
         self._fallback = fallback
         self._labels: dict[int, Labels] = {}
-        self._trained: set[int] = set()
         self._data: set[int] = set()
         self._alive: list[Tensor] = []  # ids are unique only while their tensors are alive
 
@@ -159,17 +159,13 @@ class Tracer(Observer):  # type: ignore[no-untyped-call]  # torch leaves it unty
         """Give a parameter, buffer or constant fresh atoms along every dimension."""
         self.assign(tensor, [self.classes.new(n) for n in tensor.shape])
         if tensor.requires_grad:
-            self._trained.add(id(tensor))
+            self.trained.add(id(tensor))
 
     def enter_data(self, tensor: Tensor) -> None:
         """Register an input of the model; the first one sets the batch size."""
         self.samples = tensor.shape[0] if tensor.dim() and not self._data else self.samples
         self._data.add(id(tensor))
         self._alive.append(tensor)
-
-    def trained(self, tensor: Tensor) -> bool:
-        """Whether a training step needs the gradient of this tensor."""
-        return id(tensor) in self._trained
 
     def pin(self, call: Call, labels: Sequence[Label], why: str) -> None:
         """Pin these dimensions; the reason names the operation and the module that is running."""
@@ -191,8 +187,8 @@ class Tracer(Observer):  # type: ignore[no-untyped-call]  # torch leaves it unty
         name = func.overloadpacket.__name__
         inputs, outputs = tensors_in(bound), tensors_in(result)
         self.used.update(map(id, inputs))
-        if any(map(self.trained, inputs)):
-            self._trained.update(map(id, outputs))
+        if any(id(x) in self.trained for x in inputs):
+            self.trained.update(map(id, outputs))
         if inputs and all(id(x) in self._data for x in inputs):
             self._data.update(map(id, outputs))
         labels = list(self.labels(inputs[0])) if inputs else []

@@ -45,6 +45,8 @@ class ElasticModel:
 
     The module is traced once on the example inputs (batch first). `rule` chooses widths: "sqrt" as
     in the paper, "fast" or "even" for widths whose training time falls with α (`shrink.widths`).
+    `coupling` holds the groups of channels, pins with reasons, and FLOPs as a function of widths;
+    `tied_widths` the groups whose widths are tied (most stand alone).
 
     Names, shapes and plans are resolved once. The tensors themselves are looked up on every use,
     since `module.to(...)` replaces buffers.
@@ -58,19 +60,11 @@ class ElasticModel:
         self.module = module
         self.rule = rule
         self._spec = verified_spec(module, [_at_least_two(x) for x in example_inputs])
+        self.coupling: Coupling = self._spec.coupling
+        self.tied_widths: Ties = self._spec.ties
         self._shapes = {name: tuple(tensor.shape) for name, tensor in tensors_of(module).items()}
         self._planner = WidthPlanner(self.coupling, self.tied_widths, self._shapes, rule)
         self._blocks = _input_blocks(self.coupling, self._shapes)
-
-    @property
-    def coupling(self) -> Coupling:
-        """Groups of channels, pins with reasons, FLOPs as a function of widths."""
-        return self._spec.coupling
-
-    @property
-    def tied_widths(self) -> Ties:
-        """The groups whose widths are tied; most stand alone."""
-        return self._spec.ties
 
     @property
     def rewritten(self) -> bool:
