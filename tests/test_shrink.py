@@ -521,7 +521,7 @@ def test_a_model_that_cannot_be_copied_is_pinned_not_broken() -> None:
         net.shrink(0.5)
 
 
-def test_sizes_that_nothing_can_mend_are_pinned_with_the_reason() -> None:
+def test_sizes_that_cannot_be_repaired_are_pinned_with_the_reason() -> None:
     """A literal size behind a branch on the data: no graph, so those channels stay."""
 
     class Stubborn(nn.Module):
