@@ -2,7 +2,7 @@
 
 One SGD step (forward, backward, update; batch 32, one thread) of sub-models against the full model,
 all widths interleaved in one process, CPU time, median over the repetitions. Also sort + cut of
-VGG-9, and the time to trace every model.
+VGG-9, 1,000 plans of the CNN, and the time to trace every model.
 
     python benchmarks/shrink.py [--repeats 15] [--bf16]
 """
@@ -101,6 +101,21 @@ def sort_and_cut(repeats: int) -> None:
     print(f"vgg9  sort {sort:.1f} ms + cut {cut:.1f} ms = {sort + cut:.1f} ms (limit 20) {verdict}")
 
 
+def plan_times() -> None:
+    """Print the CPU time of 1,000 plans of the CNN, once every width has been planned."""
+    spec = models.load("cnn")
+    alphas = (0.25 + 0.75 * torch.rand(1000)).tolist()
+    for rule in ("sqrt", "fast"):
+        net = ElasticModel(spec.build(), spec.example(2), rule=rule)
+        widths = {tuple(net.plan(alpha).widths.items()) for alpha in alphas}
+        start = time.process_time()
+        for alpha in alphas:
+            net.plan(alpha)
+        seconds = time.process_time() - start
+        verdict = "ok" if seconds < 0.1 else "MISSED"
+        print(f"cnn   {rule:5} 1,000 plans of {len(widths)} widths {seconds:.4f} s {verdict}")
+
+
 def trace_times() -> None:
     """Print how long each model takes to become elastic."""
     for name in models.names():
@@ -122,6 +137,7 @@ def main() -> None:
     ElasticModel(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), torch.randn(2, 4))  # lazy imports
     trace_times()
     sort_and_cut(arguments.repeats)
+    plan_times()
     for name in LIMITS:
         for rule in ("sqrt", "fast"):
             time_by_alpha(name, rule, arguments.repeats, channels_last=False, bf16=False)

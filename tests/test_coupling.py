@@ -13,8 +13,9 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
 from anycostfl import models
-from anycostfl.coupling import Coupling, trace
+from anycostfl.coupling import trace
 from anycostfl.coupling.atoms import AtomClasses, Reason
+from anycostfl.coupling.result import Coupling
 from architectures import ZOO
 
 

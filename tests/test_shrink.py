@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import itertools
 import math
+from functools import cache
 from types import SimpleNamespace
 from typing import cast
 
@@ -25,12 +27,15 @@ from anycostfl import (
     models,
     recalibrate,
 )
-from anycostfl.shrink.widths import Dial
+from anycostfl.shrink import widths
+from anycostfl.shrink.widths import TiedWidths
 from anycostfl.state import tensors_of
 from architectures import ZOO
 
 
+@cache
 def elastic(name: str, rule: str = "sqrt") -> ElasticModel:
+    """A model that tests share; one that changes its weights takes a copy."""
     spec = models.load(name)
     return ElasticModel(spec.build(), spec.example(2), rule=rule)
 
@@ -65,9 +70,9 @@ class Encoder(nn.Module):
 
 
 @pytest.mark.parametrize(("layers", "width", "heads"), [(2, 16, 4), (3, 16, 4), (2, 8, 2)])
-def test_heads_of_all_layers_turn_with_the_width(layers: int, width: int, heads: int) -> None:
+def test_heads_of_all_layers_are_tied_to_the_width(layers: int, width: int, heads: int) -> None:
     net = ElasticModel(Encoder(layers, width, heads), torch.randn(2, 6, 5), rule="fast")
-    shared = next(d for d in net.dials if d.sizes[0][0] == "embed")
+    shared = next(d for d in net.tied_widths if d.sizes[0][0] == "embed")
     assert len(shared.sizes) == 1 + layers
     for alpha in (0.1, 0.3, 0.5, 0.7, 0.9):
         assert net.shrink(alpha).module.train()(torch.randn(3, 6, 5)).shape == (3, 3)
@@ -208,10 +213,52 @@ def test_without_products_the_share_of_channels_counts(rule: str, width: int) ->
     assert net.plan(1.0).flops_ratio == 1
 
 
-def test_dials_keep_proportions() -> None:
-    dial = Dial((("stream", 64), ("head", 16)))
-    assert dial.steps == 16
-    assert dial.widths(5) == {"stream": 20, "head": 5}
+def test_tied_widths_keep_proportions() -> None:
+    tied = TiedWidths((("stream", 64), ("head", 16)))
+    assert tied.steps == 16
+    assert tied.widths(5) == {"stream": 20, "head": 5}
+
+
+@pytest.mark.parametrize("rule", ["sqrt", "fast", "even"])
+def test_a_plan_depends_on_alpha_only_through_its_widths(rule: str) -> None:
+    net = elastic("cnn", rule)
+    one, other = net.plan(0.5), net.plan(0.5 + 1e-6)
+    assert (one.alpha, other.alpha) == (0.5, 0.5 + 1e-6)
+    assert one.widths == other.widths
+    assert one.index is other.index
+    assert one.flops_ratio == net.coupling.share(one.widths)
+    assert net.plan(0.3).shapes == {n: tuple(t.shape) for n, t in parts(net, 0.3).items()}
+
+
+def parts(net: ElasticModel, alpha: float) -> dict[str, Tensor]:
+    return net.take(tensors_of(net.module), net.plan(alpha))
+
+
+def test_a_model_remembers_a_bounded_number_of_plans(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(widths, "MOST_PLANS", 3)
+    net = ElasticModel(nn.Sequential(nn.Linear(5, 16), nn.Linear(16, 3)), torch.randn(2, 5))
+    first = net.plan(1 / 256)
+    for width in range(2, 9):
+        assert net.plan((width / 16) ** 2).widths == {"0": width}
+    assert len(net._planner._plans) == 3
+    again = net.plan(1 / 256)
+    assert again.index is not first.index
+    assert again.shapes == first.shapes
+
+
+def test_tensors_are_looked_up_and_not_remembered() -> None:
+    """`double()` replaces buffers, and parameters can be frozen later."""
+    net = ElasticModel(
+        nn.Sequential(nn.Linear(5, 8), nn.BatchNorm1d(8), nn.Linear(8, 3)), torch.randn(2, 5)
+    )
+    before = net.bytes_of(net.plan(1.0))
+    net.module.double().get_parameter("0.bias").requires_grad_(False)
+    assert "0.bias" not in net.trained_names
+    assert net.bytes_of(net.plan(1.0)) == 2 * before - 8  # BatchNorm's counter stays an integer
+    with torch.no_grad():
+        net.module.get_buffer("1.running_mean").copy_(torch.arange(8))
+    order = net.sort_channels()["0"]
+    assert torch.equal(net.module.get_buffer("1.running_mean"), torch.arange(8.0).double()[order])
 
 
 def test_size_is_32_bits_per_parameter(cnn: ElasticModel) -> None:
@@ -254,7 +301,7 @@ class Residual(nn.Module):
 
 
 def test_equal_channels_keep_their_order() -> None:
-    net = elastic("cnn")
+    net = copy.deepcopy(elastic("cnn"))
     with torch.no_grad():
         for parameter in net.module.parameters():
             parameter.fill_(0.5)
@@ -367,7 +414,7 @@ def test_a_norm_without_tensors_knows_its_width() -> None:
 
 def test_recalibration_rescues_a_narrow_sub_model() -> None:
     """With the full model's statistics a sub-model's normalised activations are off."""
-    net = elastic("resnet18")
+    net = copy.deepcopy(elastic("resnet18"))
     batches = [torch.randn(16, 3, 8, 8) for _ in range(2)]
     recalibrate(net.module, batches)
     net.sort_channels()
@@ -474,7 +521,7 @@ def test_a_model_that_cannot_be_copied_is_pinned_not_broken() -> None:
         net.shrink(0.5)
 
 
-def test_sizes_that_nothing_can_mend_are_pinned_with_the_reason() -> None:
+def test_sizes_that_cannot_be_repaired_are_pinned_with_the_reason() -> None:
     """A literal size behind a branch on the data: no graph, so those channels stay."""
 
     class Stubborn(nn.Module):

@@ -1,4 +1,4 @@
-"""Named tensors: a model's state, and an update of it with its mask."""
+"""Named tensors: the state of a model, and an update to it."""
 
 from __future__ import annotations
 
@@ -9,7 +9,23 @@ import torch
 from torch import Tensor, nn
 
 State = Mapping[str, Tensor]
-"""Tensors by parameter or buffer name."""
+"""Tensors by name, as a model, an update or an optimizer holds them."""
+
+
+def tensors_of(model: nn.Module) -> dict[str, Tensor]:
+    """Return every parameter and buffer by name; a shared tensor appears under each of its names.
+
+    Do not keep the result: `model.to(...)` and `model.double()` replace buffers.
+    """
+    return {
+        **dict(model.named_parameters(remove_duplicate=False)),
+        **dict(model.named_buffers(remove_duplicate=False)),
+    }
+
+
+def clone_state(model: nn.Module) -> dict[str, Tensor]:
+    """Return a copy of every parameter and buffer, which later training does not change."""
+    return {name: tensor.detach().clone() for name, tensor in tensors_of(model).items()}
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -21,19 +37,6 @@ class Update:
 
 
 def with_full_mask(update: Update) -> Update:
-    """The same values with a mask that is true everywhere: zeros count as zeros."""
+    """Return the same values with a mask that is true everywhere: a zero is a value, too."""
     masks = {name: torch.ones(v.shape, dtype=torch.bool) for name, v in update.values.items()}
     return Update(update.values, masks)
-
-
-def tensors_of(model: nn.Module) -> dict[str, Tensor]:
-    """Every parameter and buffer by name; shared ones appear under each of their names."""
-    return {
-        **dict(model.named_parameters(remove_duplicate=False)),
-        **dict(model.named_buffers(remove_duplicate=False)),
-    }
-
-
-def clone_state(model: nn.Module) -> dict[str, Tensor]:
-    """Copies of a model's tensors as they are now."""
-    return {name: tensor.detach().clone() for name, tensor in tensors_of(model).items()}

@@ -14,9 +14,10 @@ from torch import Tensor, nn
 
 from anycostfl import models
 from anycostfl.cli._console import Json, emit_json, out, say, table
-from anycostfl.coupling import Group
+from anycostfl.coupling.result import Group
 from anycostfl.errors import ConfigError, UnknownNameError
-from anycostfl.shrink import ElasticModel, SubModel, size_bits
+from anycostfl.shrink import ElasticModel, SubModel
+from anycostfl.shrink.elastic import size_bits
 from anycostfl.shrink.widths import regions, take
 
 GROUP_COLUMNS = ("group", ">channels", ">width", ">parameters", ">kFLOP", "also produced by")
@@ -87,7 +88,7 @@ def describe(name: str, net: ElasticModel, sub: SubModel) -> dict[str, Any]:
         },
         "groups": [_describe_group(group, net, sub) for group in coupling.groups],
         "unused": list(coupling.unused),
-        "turn_together": [[name for name, _ in dial.sizes] for dial in net.dials],
+        "turn_together": [[name for name, _ in dial.sizes] for dial in net.tied_widths],
         "pinned": [
             {
                 "tensor": pin.tensor,
@@ -106,7 +107,7 @@ def _describe_group(group: Group, net: ElasticModel, sub: SubModel) -> dict[str,
     """A group of channels, and what removing one of them from the full model saves."""
     narrower = {**net.coupling.full(), group.name: group.size - 1}
     weights = dict(net.module.named_parameters())
-    kept = regions(net.coupling, narrower, weights)
+    kept = regions(net.coupling, narrower, {n: w.shape for n, w in weights.items()})
     left = sum(take(weight, kept[name]).numel() for name, weight in weights.items())
     return {
         "name": group.name,

@@ -1,9 +1,9 @@
-"""Which channels of any nn.Module move together (the ground of Sec. III-B).
+"""Which channels of any nn.Module move together (the basis of Sec. III-B).
 
-`trace` runs the model on example inputs and explores what they leave out. Every index of every
-parameter dimension starts as an atom of its own; operations join atoms into classes (`rules.py`). A
-class is a channel; classes that every operation treated alike form a `Group`, the unit that is
-sorted and shrunk.
+`trace` runs the model on example inputs and explores what they do not reach. Every index of every
+parameter dimension starts as its own atom; operations join atoms into classes (`rules.py`). A class
+is a channel; classes that every operation treated alike form a `Group`, the unit that is sorted and
+shrunk.
 """
 
 from __future__ import annotations
@@ -18,44 +18,13 @@ from typing import Any
 import numpy as np
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
-from torch.utils._pytree import tree_leaves
 
-from anycostfl.coupling.atoms import AtomClasses, Label, Reason
-from anycostfl.coupling.result import Cost, Coupling, Extent, Group, Pin, Returned, Slot, Widths
-from anycostfl.coupling.rules import RULES, unknown, whole_blocks
-from anycostfl.coupling.tracer import Labels, Observer, Tracer, evaluation, follow, practice
+from anycostfl.coupling.atoms import AtomClasses, Atoms, Label, Reason
+from anycostfl.coupling.result import Cost, Coupling, Extent, Group, Pin, Returned, Slot
+from anycostfl.coupling.rules import RULES, unknown
+from anycostfl.coupling.tracer import Labels, Tracer, evaluation, follow, tensors_in, train_mode
 from anycostfl.errors import TraceError
-
-__all__ = [
-    "Coupling",
-    "Group",
-    "Observer",
-    "Reason",
-    "Slot",
-    "Widths",
-    "copy_of",
-    "evaluation",
-    "follow",
-    "practice",
-    "tensors_of",
-    "trace",
-    "whole_blocks",
-]
-
-Watch = Callable[[], Mapping[str, Tensor]]
-
-
-def tensors_of(model: nn.Module) -> dict[str, Tensor]:
-    """Every parameter and buffer by name; shared ones appear under each of their names."""
-    return {
-        **dict(model.named_parameters(remove_duplicate=False)),
-        **dict(model.named_buffers(remove_duplicate=False)),
-    }
-
-
-def clone_state(model: nn.Module) -> dict[str, Tensor]:
-    """Its tensors as they are now, whatever becomes of the model."""
-    return {name: tensor.detach().clone() for name, tensor in tensors_of(model).items()}
+from anycostfl.state import State, tensors_of
 
 
 def trace(
@@ -63,97 +32,89 @@ def trace(
     inputs: Sequence[Any],
     *,
     forward: Callable[..., Any] | None = None,
-    watch: Watch = dict,
+    watch: Callable[[], State] = dict,
 ) -> Coupling:
     """Find the coupled channels of a model by running it on example inputs.
 
-    `forward` may run the model in some other way; `watch` then names the intermediate tensors
-    whose extents are wanted.
+    `forward` replaces the call of the model; `watch` then names the intermediate tensors whose
+    sizes are wanted.
     """
-    tracer = Tracer(RULES, unknown)
     named = tensors_of(model)
-    _check_shapes(named)
-    _check_memory(named)
+    _check(named)
+    tracer = Tracer(RULES, unknown)
     first_name: dict[int, str] = {}
     for name, tensor in named.items():
         if first_name.setdefault(id(tensor), name) == name:
             tracer.enter(tensor)
-    for tensor in _tensors(inputs):
+    for tensor in tensors_in(inputs):
         tracer.enter_data(tensor)
     with evaluation(model, plain=True), follow(model, tracer), tracer:
         result = _run(forward or model, inputs)
-    if not _tensors(result):
-        raise TraceError(
-            f"the model returned {type(result).__name__}, which holds no tensor that can be seen; "
-            "it may return a tensor, or tuples, lists and dicts of them."
-        )
-    first_run = list(tracer.products), list(tracer.outputs)
+    products, outputs = list(tracer.products), list(tracer.outputs)
     _explore(model, inputs, tracer)
-    tracer.products, tracer.outputs = first_run  # those of the example, not of the exploration
+    tracer.products, tracer.outputs = products, outputs  # those of the example only
     _pin_outputs(tracer, result)
     aliases = {n: first_name[id(t)] for n, t in named.items()}
     return _pin_around_unused(_collect(tracer, named, aliases, watch()), named)
 
 
-def _check_shapes(named: Mapping[str, Tensor]) -> None:
-    """Refuse lazy tensors, which have no shape before the model has run."""
+def _check(named: State) -> None:
+    """Refuse lazy tensors, and tensors that share memory: permuting one would move the other."""
     lazy = [name for name, tensor in named.items() if is_lazy(tensor)]
     if lazy:
         raise TraceError(f"{lazy[0]} has no shape yet; run the model once first, on an example")
-
-
-def _check_memory(named: Mapping[str, Tensor]) -> None:
-    """Refuse tensors that lie on one another: moving channels of one would move the other's."""
     spans = {
-        id(x): (x.data_ptr(), x.data_ptr() + x.element_size() * _reach(x), name)
-        for name, x in reversed(list(named.items()))  # shared ones by their first name
+        id(x): (x.data_ptr(), x.data_ptr() + x.element_size() * _elements_spanned(x), name)
+        for name, x in reversed(list(named.items()))  # of several names, the first remains
         if x.numel() and x.device.type != "meta"
     }
     for (_, end, one), (begin, _, other) in pairwise(sorted(spans.values())):
         if begin < end:
             raise TraceError(
                 f"{one} and {other} share memory without being one tensor; "
-                f"to tie weights, let both names be the same nn.Parameter (a.weight = b.weight)."
+                "to tie weights, use the same nn.Parameter under both names (a.weight = b.weight)."
             )
 
 
-def _reach(tensor: Tensor) -> int:
-    """How many elements lie from its first to its last in memory."""
+def _elements_spanned(tensor: Tensor) -> int:
+    """The distance in memory from the first to the last element, inclusive."""
     return 1 + sum((n - 1) * s for n, s in zip(tensor.shape, tensor.stride(), strict=True))
-
-
-def _tensors(tree: Any) -> list[Tensor]:
-    return [x for x in tree_leaves(tree) if isinstance(x, Tensor)]
 
 
 def _run(forward: Callable[..., Any], inputs: Sequence[Any]) -> Any:
     try:
-        return forward(*inputs)
+        result = forward(*inputs)
     except Exception as error:
         shapes = ", ".join(str(tuple(getattr(x, "shape", ()))) for x in inputs)
         raise TraceError(
             f"the model cannot run on its example input of shape {shapes}: {error}. "
-            "Give example inputs just as the model's forward takes them, batch first."
+            "Pass example inputs exactly as the model's forward takes them, batch first."
         ) from error
+    if not tensors_in(result):
+        raise TraceError(
+            f"the model returned {type(result).__name__}, which contains no visible tensor; "
+            "return a tensor, or tuples, lists and dicts of tensors."
+        )
+    return result
 
 
 def _explore(model: nn.Module, inputs: Sequence[Any], tracer: Tracer) -> None:
-    """Run on the negated example, and as in training: they may do what the first run did not."""
+    """Run in training mode and on the negated example, which may take other branches."""
     negated = [-x if isinstance(x, Tensor) and x.is_floating_point() else x for x in inputs]
-    for tensor in _tensors(negated):
+    for tensor in tensors_in(negated):
         tracer.enter_data(tensor)
 
     def run(mode: contextlib.AbstractContextManager[None], given: Sequence[Any]) -> None:
         with mode, follow(model, tracer), tracer, contextlib.suppress(Exception):
             _pin_outputs(tracer, model(*given))
 
-    run(practice(model, plain=True), inputs)
+    run(train_mode(model, plain=True), inputs)
     if any(x is not y for x, y in zip(negated, inputs, strict=True)):  # tokens have no sign
         run(evaluation(model, plain=True), negated)
 
 
-def _pin_around_unused(coupling: Coupling, named: Mapping[str, Tensor]) -> Coupling:
-    """Pin the groups that fit a tensor no run used: it may be next to them in a branch unseen."""
+def _pin_around_unused(coupling: Coupling, named: State) -> Coupling:
+    """Pin groups whose size matches an unused tensor: an unseen branch may connect them."""
     for unused in coupling.unused:
         near = {
             group.name
@@ -167,57 +128,70 @@ def _pin_around_unused(coupling: Coupling, named: Mapping[str, Tensor]) -> Coupl
 
 
 def _pin_outputs(tracer: Tracer, result: Any) -> None:
-    for tensor in _tensors(result):
+    for tensor in tensors_in(result):
         for label in tracer.labels(tensor):
             tracer.classes.pin(label, Reason("output", "", "is an output of the model"))
-
-
-def _collect(
-    tracer: Tracer,
-    named: Mapping[str, Tensor],
-    aliases: Mapping[str, str],
-    watched: Mapping[str, Tensor],
-) -> Coupling:
-    """Turn classes of atoms into groups, pins, costs and expected shapes."""
-    labels = {
-        name: tracer.labels(tensor) for name, tensor in named.items() if aliases[name] == name
-    }
-    pinned = tracer.classes.pinned()
-    groups = _groups(tracer, labels, pinned)
-    extents = _Extents(tracer.classes, groups)
-    return Coupling(
-        groups=groups,
-        pins=_pins(tracer.classes, labels, pinned),
-        costs=tuple(
-            Cost(2 * p.fixed / tracer.samples, p.passes, tuple(extents.of(*s) for s in p.sizes))
-            for p in tracer.products
-        ),
-        returned=tuple(
-            Returned(o.module, tuple(map(extents.of_shape, o.shapes, o.labels)))
-            for o in tracer.outputs
-        ),
-        watched={n: extents.of_shape(t.shape, tracer.labels(t)) for n, t in watched.items()},
-        aliases=aliases,
-        unused=tuple(n for n, t in named.items() if t.dim() and id(t) not in tracer.used),
-    )
 
 
 Place = tuple[str, int]
 """A tensor's name and one of its dimensions."""
 
 Places = dict[Place, list[int]]
+"""The positions that one class owns, per tensor and dimension."""
+
+
+def _collect(tracer: Tracer, named: State, aliases: Mapping[str, str], watched: State) -> Coupling:
+    """Turn classes of atoms into groups, pins, costs and expected shapes."""
+    labels = {
+        (name, dim): label
+        for name, tensor in named.items()
+        if aliases[name] == name
+        for dim, label in enumerate(tracer.labels(tensor))
+        if label is not None
+    }
+    pinned = tracer.classes.pinned()
+    groups = _groups(tracer, named, labels, pinned)
+    owner = {int(root): (g.name, g.size) for g in groups for root in g.roots}
+
+    def extent(size: int, label: Label) -> Extent:
+        roots = [] if label is None else tracer.classes.roots(label).tolist()
+        owners = Counter(owner[root] for root in roots if root in owner)
+        return Extent(size, {name: (n / full, full) for (name, full), n in owners.items()})
+
+    def extents(shape: Sequence[int], labels: Labels) -> tuple[Extent, ...]:
+        return tuple(map(extent, shape, labels))
+
+    return Coupling(
+        groups=groups,
+        pins=_pins(tracer.classes, labels, pinned),
+        costs=tuple(
+            Cost(2 * p.fixed / tracer.samples, p.passes, tuple(extent(*s) for s in p.sizes))
+            for p in tracer.products
+        ),
+        returned=tuple(
+            Returned(o.module, tuple(map(extents, o.shapes, o.labels))) for o in tracer.outputs
+        ),
+        watched={n: extents(t.shape, tracer.labels(t)) for n, t in watched.items()},
+        aliases=aliases,
+        unused=tuple(n for n, t in named.items() if t.dim() and id(t) not in tracer.used),
+    )
 
 
 def _groups(
-    tracer: Tracer, labels: Mapping[str, Labels], pinned: Mapping[int, Reason]
+    tracer: Tracer, named: State, labels: Mapping[Place, Atoms], pinned: Mapping[int, Reason]
 ) -> tuple[Group, ...]:
     """Classes with one layout and one signature form a group, if a weight produces them."""
+    owned: dict[int, Places] = defaultdict(lambda: defaultdict(list))
+    for place, label in labels.items():
+        for position, root in enumerate(tracer.classes.roots(label).tolist()):
+            if root not in pinned:
+                owned[root][place].append(position)
     signatures = tracer.classes.signatures()
     alike: dict[object, list[tuple[int, Places]]] = defaultdict(list)
-    for root, places in _places(tracer.classes, labels, pinned).items():
+    for root, places in owned.items():
         layout = tuple((place, len(positions)) for place, positions in places.items())
         alike[int(signatures[root]), layout].append((root, places))
-    producing = _producing(tracer, labels)
+    producing = _producing(tracer, named, labels)
     found = [_group(members, producing) for members in alike.values() if len(members) > 1]
     kept = [group for group in found if any(slot.produces for slot in group.slots)]
     names = Counter(group.name for group in kept)
@@ -226,33 +200,12 @@ def _groups(
     )
 
 
-def _places(
-    classes: AtomClasses, labels: Mapping[str, Labels], pinned: Mapping[int, Reason]
-) -> dict[int, Places]:
-    """For every class that may move: the positions it owns, per tensor and dimension."""
-    places: dict[int, Places] = defaultdict(lambda: defaultdict(list))
-    for name, dims in labels.items():
-        for dim, label in enumerate(dims):
-            for position, root in enumerate(_roots(classes, label)):
-                if root not in pinned:
-                    places[root][name, dim].append(position)
-    return places
-
-
-def _roots(classes: AtomClasses, label: Label) -> list[int]:
-    return [] if label is None else classes.roots(label).tolist()
-
-
-def _producing(tracer: Tracer, labels: Mapping[str, Labels]) -> set[Place]:
-    """The weight dimensions that are outputs of some layer."""
+def _producing(tracer: Tracer, named: State, labels: Mapping[Place, Atoms]) -> set[Place]:
+    """The dimensions of weights (not of vectors) that are outputs of a layer."""
     outputs = [label for label in tracer.producers if label is not None]
     produced = np.concatenate([np.empty(0, np.int64), *outputs])
-    return {
-        (name, dim)
-        for name, dims in labels.items()
-        for dim, label in enumerate(dims)
-        if label is not None and len(dims) > 1 and np.isin(label, produced).any()
-    }
+    weights = {place: label for place, label in labels.items() if named[place[0]].dim() > 1}
+    return {place for place, label in weights.items() if np.isin(label, produced).any()}
 
 
 def _group(members: list[tuple[int, Places]], producing: set[Place]) -> Group:
@@ -262,43 +215,24 @@ def _group(members: list[tuple[int, Places]], producing: set[Place]) -> Group:
         for place in members[0][1]
     )
     lead = _lead(slots)
-    # Several groups can share a weight (the parts of a split): the first position tells which.
+    # Several groups can share a weight (the parts of a split); the offset tells them apart.
     offset = int(lead.index.min())
     name = lead.tensor.removesuffix(".weight") + (f"[{offset}:]" if offset else "")
     return Group(name, len(members), slots, np.array([root for root, _ in members]))
 
 
 def _lead(slots: Sequence[Slot]) -> Slot:
-    """Where a group is produced, for the first time."""
+    """The first slot that produces a group."""
     return next((slot for slot in slots if slot.produces), slots[0])
 
 
 def _pins(
-    classes: AtomClasses, labels: Mapping[str, Labels], pinned: Mapping[int, Reason]
+    classes: AtomClasses, labels: Mapping[Place, Atoms], pinned: Mapping[int, Reason]
 ) -> tuple[Pin, ...]:
-    """What each pinned dimension is pinned by; kernel positions are no channels and left out."""
+    """The reasons of each pinned dimension, without kernel positions, which are not channels."""
     pins = []
-    for name, dims in labels.items():
-        for dim, label in enumerate(dims):
-            roots = _roots(classes, label)
-            counts = Counter(pinned[root] for root in roots if root in pinned)
-            pins += [Pin(name, dim, n, reason) for reason, n in counts.items()]
+    for (name, dim), label in labels.items():
+        roots = classes.roots(label).tolist()
+        counts = Counter(pinned[root] for root in roots if root in pinned)
+        pins += [Pin(name, dim, n, reason) for reason, n in counts.items()]
     return tuple(pin for pin in pins if not (pin.dim > 1 and pin.reason.operation == "convolution"))
-
-
-class _Extents:
-    """Reads labels as sizes that depend on widths."""
-
-    def __init__(self, classes: AtomClasses, groups: Sequence[Group]) -> None:
-        self._classes = classes
-        self._owner = {int(root): (g.name, g.size) for g in groups for root in g.roots}
-
-    def of(self, size: int, label: Label) -> Extent:
-        """The extent of a dimension of this size and label."""
-        roots = _roots(self._classes, label)
-        owners = Counter(self._owner[root] for root in roots if root in self._owner)
-        return Extent(size, {name: (n / full, full) for (name, full), n in owners.items()})
-
-    def of_shape(self, shape: Sequence[int], labels: Labels) -> tuple[Extent, ...]:
-        """The extents of all dimensions of a tensor."""
-        return tuple(self.of(size, label) for size, label in zip(shape, labels, strict=True))

@@ -1,4 +1,4 @@
-"""Union-find over channel atoms: two atoms in one class are channels that must move together."""
+"""Union-find over channel atoms: atoms of one class are channels that must move together."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ class Reason:
 
 
 class AtomClasses:
-    """Classes of atoms, each with a signature of where it was seen and perhaps a reason to stay.
+    """Classes of atoms, each with a signature of its uses and the reasons that pin it, if any.
 
     The signature is the sum of one random number per (operation, dimension) an atom passed
-    through. Classes with equal signatures were treated alike by every operation, which makes them
-    candidates to be exchanged; `cat(relu(a), sigmoid(b))` keeps a and b apart.
+    through. Classes with equal signatures were treated alike by every operation, so they are
+    candidates for exchange; `cat(relu(a), sigmoid(b))` keeps a and b apart.
     """
 
     def __init__(self) -> None:
@@ -41,14 +41,14 @@ class AtomClasses:
         self._random = np.random.default_rng(0)
 
     def new(self, count: int) -> Atoms:
-        """Fresh atoms, each a class of its own."""
+        """Create atoms, each in its own class."""
         fresh = np.arange(len(self._parent), len(self._parent) + count)
         self._parent = np.concatenate([self._parent, fresh])
         self._signature = np.concatenate([self._signature, np.zeros(count, np.uint64)])
         return fresh
 
     def roots(self, atoms: Atoms) -> Atoms:
-        """The representative of each atom's class: its smallest atom."""
+        """Return the representative of each atom's class: its smallest atom."""
         root = self._parent[atoms]
         while True:
             above = self._parent[root]
@@ -57,18 +57,18 @@ class AtomClasses:
             root = above
 
     def join(self, first: Atoms, second: Atoms) -> None:
-        """Put first[i] and second[i] into one class, for every i."""
+        """Merge the classes of first[i] and second[i], for every i."""
         while True:
             a, b = self.roots(first), self.roots(second)
             apart = a != b
             if not apart.any():
                 return
             a, b = a[apart], b[apart]
-            # Several pairs may share a root: keep the smallest target, mend the rest next time.
+            # Several pairs may share a root: keep the smallest target, merge the rest next time.
             np.minimum.at(self._parent, np.maximum(a, b), np.minimum(a, b))
 
     def unite(self, labels: Sequence[Label], reason: Reason) -> Label:
-        """Align dimensions that one operation matches index by index; None pins the others."""
+        """Join dimensions that an operation aligns index by index; if one is None, pin the rest."""
         present = [label for label in labels if label is not None]
         if len(present) < len(labels):
             for label in present:
@@ -80,7 +80,7 @@ class AtomClasses:
         return present[0] if present else None
 
     def tie(self, label: Label, blocks: int) -> Label:
-        """Make equal positions of all blocks move together; returns one block."""
+        """Join equal positions of all blocks; returns one block."""
         if label is None or blocks == 1:
             return label
         first, *others = np.split(label, blocks)
@@ -89,7 +89,7 @@ class AtomClasses:
         return first
 
     def glue(self, label: Label, blocks: int) -> Label:
-        """Make each block of consecutive channels move as a whole; returns one atom per block."""
+        """Join the channels inside each block of neighbours; returns one atom per block."""
         if label is None or blocks == len(label):
             return label
         size = len(label) // blocks
@@ -103,14 +103,14 @@ class AtomClasses:
             self._pins.append((label, reason))
 
     def touch(self, labels: Sequence[Label]) -> None:
-        """Note in the signatures that one operation saw these dimensions."""
+        """Add to the signatures that one operation saw these dimensions."""
         for label in labels:
             mark = self._random.integers(2**63, dtype=np.uint64)  # drawn even for None: positions
             if label is not None:
                 np.add.at(self._signature, label, mark)
 
     def pinned(self) -> dict[int, Reason]:
-        """Every class that may not move, with the first reason given."""
+        """Return the root of every pinned class, with the first reason given."""
         found: dict[int, Reason] = {}
         for atoms, reason in self._pins:
             for root in np.unique(self.roots(atoms)):
@@ -118,7 +118,7 @@ class AtomClasses:
         return found
 
     def signatures(self) -> NDArray[np.uint64]:
-        """For every root, the sum of its members' signatures."""
+        """Return, at every root, the sum of its members' signatures."""
         total = np.zeros(len(self._parent), np.uint64)
         np.add.at(total, self.roots(np.arange(len(self._parent))), self._signature)
         return total

@@ -1,10 +1,11 @@
-"""What a trace finds: groups of channels, what is pinned and why, sizes as functions of widths."""
+"""The result of a trace: groups of channels, pins with reasons, sizes as functions of widths."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 from anycostfl.coupling.atoms import Atoms, Reason
 
@@ -26,13 +27,13 @@ class Slot:
 
     @property
     def owned(self) -> int:
-        """How many positions one channel owns."""
+        """The number of positions that one channel owns."""
         return int(self.index.shape[1])
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Group:
-    """One hidden width: channels that may be exchanged with each other and dropped from the end."""
+    """One hidden width: channels that can be exchanged and dropped from the end."""
 
     name: str
     size: int
@@ -54,32 +55,28 @@ class Pin:
 class Extent:
     """The size of a dimension as a function of widths.
 
-    `groups` maps a group's name to how many positions each of its channels owns here, and to the
-    group's full width.
+    `groups` maps a group's name to (positions that one channel owns here, full width).
     """
 
     size: int
     groups: Mapping[str, tuple[float, int]]
 
     def at(self, widths: Widths) -> float:
-        """The size at these widths; a group that is not named keeps its full width."""
+        """The size at these widths; a group that is not listed has its full width."""
         owned = self.groups.items()
         return self.size - sum(k * (full - widths.get(name, full)) for name, (k, full) in owned)
 
 
 @dataclass(frozen=True, slots=True)
 class Cost:
-    """A product's FLOPs per sample as a function of widths.
-
-    `passes` is 1 for the forward pass plus 1 for each operand whose gradient training needs.
-    """
+    """A product's forward FLOPs per sample as a function of widths; `passes` as in `Product`."""
 
     factor: float
     passes: int
     extents: tuple[Extent, ...]
 
     def at(self, widths: Widths) -> float:
-        """Forward FLOPs."""
+        """The forward FLOPs at these widths."""
         return self.factor * math.prod(extent.at(widths) for extent in self.extents)
 
 
@@ -91,18 +88,18 @@ class Returned:
     shapes: tuple[tuple[Extent, ...], ...]
 
     def at(self, widths: Widths) -> tuple[tuple[int, ...], ...]:
-        """Those shapes at these widths."""
+        """The shapes at these widths."""
         return tuple(tuple(round(e.at(widths)) for e in shape) for shape in self.shapes)
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(frozen=True, eq=False)
 class Coupling:
     """Everything one trace found.
 
     `aliases` maps each tensor's name to the first name of the same tensor (tied weights);
     `returned` lists module calls in order; `watched` holds the intermediate tensors asked for;
-    `unused` names the tensors that no operation touched, kept whole for want of knowledge, as are
-    the channels that fit them.
+    `unused` names the tensors that no operation touched: they are kept whole, and so are the
+    channels whose number matches theirs.
     """
 
     groups: tuple[Group, ...]
@@ -118,18 +115,23 @@ class Coupling:
         return {group.name: group.size for group in self.groups}
 
     def flops(self, widths: Widths, *, training: bool = True) -> float:
-        """FLOPs per sample at these widths, two per multiply-add; training counts backward too."""
+        """FLOPs per sample at these widths, two per multiply-add; training includes backward."""
         return sum(cost.at(widths) * (cost.passes if training else 1) for cost in self.costs)
 
+    @cached_property
+    def full_flops(self) -> float:
+        """Training FLOPs per sample of the full model."""
+        return self.flops(self.full())
+
     def share(self, widths: Widths) -> float:
-        """Training FLOPs as a share of the full model's; of its channels if it has no products."""
+        """Training FLOPs relative to the full model; without any products, channels."""
+        if self.full_flops:
+            return self.flops(widths) / self.full_flops
         full = self.full()
-        if flops := self.flops(full):
-            return self.flops(widths) / flops
         return sum(widths.values()) / sum(full.values()) if full else 1.0
 
     def freeze(self, names: Collection[str], reason: Reason) -> Coupling:
-        """The same coupling with some groups pinned."""
+        """Return the same coupling with some groups pinned."""
         frozen = [group for group in self.groups if group.name in names]
         pins = [Pin(s.tensor, s.dim, s.index.size, reason) for g in frozen for s in g.slots]
         kept = tuple(group for group in self.groups if group.name not in names)

@@ -1,8 +1,9 @@
 """What each tensor operation does to channel labels: one short rule per family of operations.
 
-A rule labels the results of a call. It may join atoms (channels that must move together), pin them
-(channels that may not move), or report a matrix product for FLOP counting. Operations without a
-rule fall to `unknown`, which pins whatever it sees.
+A rule returns the labels of a call's outputs, in order; outputs it leaves out carry no channels. It
+may join atoms (channels that must move together), pin them (channels that may not move), or report
+a matrix product for FLOP counting. An operation without a rule gets `unknown`, which pins every
+channel it takes.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from anycostfl.coupling.atoms import Atoms, Label
-from anycostfl.coupling.tracer import Call, Labels, Product, Rule, Tracer
+from anycostfl.coupling.tracer import Call, Labels, Product, Results, Rule, Tracer
 
 RULES: dict[str, Rule] = {}
 
@@ -35,69 +36,58 @@ def rule(*names: str) -> Callable[[Rule], Rule]:
 
 
 def whole_blocks(blocks: int, inner: int) -> bool:
-    """Whether grouped channels move as whole blocks, or by their place inside every block.
+    """Whether grouped channels move as whole blocks, or by their position inside every block.
 
-    Both are exact; the one with more positions gives the finer choice of widths. Whole blocks win
-    a draw: a GroupNorm then normalises the remaining groups exactly as before.
+    Both are exact; the one with more positions offers more widths. Whole blocks win a tie: a
+    GroupNorm then normalises the remaining groups exactly as before.
     """
     return blocks >= inner
 
 
-def unknown(tracer: Tracer, call: Call) -> None:
+def unknown(tracer: Tracer, call: Call) -> Results:
     """Pin every channel that an operation without a rule takes in."""
     if call.pointwise:
         return elementwise(tracer, call)
-    why = tracer.reason(call, "no rule for this operation")
     for tensor in call.inputs:
-        for label in tracer.labels(tensor):
-            tracer.classes.pin(label, why)
-    for result in call.outputs:
-        tracer.assign(result, (None,) * result.dim())
-    return None
+        tracer.pin(call, tracer.labels(tensor), "no rule for this operation")
+    return [(None,) * result.dim() for result in call.outputs]
 
 
 @rule("clone", "detach", "alias", "_to_copy", "copy_", "copy", "_softmax", "_log_softmax")
 @rule("_prelu_kernel", "lift_fresh", "native_dropout", "fill_", "zero_", "contiguous")
 @rule("bernoulli", "bernoulli_", "uniform_", "normal_")
-def elementwise(tracer: Tracer, call: Call) -> None:
+def elementwise(tracer: Tracer, call: Call) -> Results:
     """Align all operands index by index, with broadcasting."""
-    why = tracer.misfit(call)
-    for result in call.outputs:
-        labels: list[Label] = []
-        for back in range(result.dim(), 0, -1):
-            aligned = [
-                tracer.labels(x)[-back]
-                for x in call.inputs
-                if x.dim() >= back and x.shape[-back] > 1
-            ]
-            labels.append(tracer.classes.unite(aligned, why))
-        tracer.assign(result, labels)
+
+    def aligned(back: int) -> Label:
+        wide = [x for x in call.inputs if x.dim() >= back and x.shape[-back] > 1]
+        return tracer.unite(call, [tracer.labels(x)[-back] for x in wide])
+
+    return [[aligned(back) for back in range(x.dim(), 0, -1)] for x in call.outputs]
 
 
 @rule("zeros", "ones", "full", "empty", "zeros_like", "ones_like", "full_like", "empty_like")
 @rule("new_zeros", "new_ones", "new_full", "new_empty", "scalar_tensor", "empty_strided")
 @rule("rand", "randn", "rand_like", "randn_like")
-def constant(tracer: Tracer, call: Call) -> None:
-    """A constant is the same for every channel, so it takes on whatever it meets."""
-    for result in call.outputs:
-        tracer.enter(result)
+def constant(tracer: Tracer, call: Call) -> Results:
+    """A constant is the same for every channel, so it may join any of them."""
+    return [[tracer.classes.new(n) for n in result.shape] for result in call.outputs]
 
 
-# --- moving dimensions about -----------------------------------------------------------------
+# --- rearranging dimensions ------------------------------------------------------------------
 
 
 @rule("view", "_unsafe_view", "_reshape_alias")
-def reshape(tracer: Tracer, call: Call) -> None:
+def reshape(tracer: Tracer, call: Call) -> Results:
     """Split and merge dimensions, block by block of equal size."""
     source, result = call.inputs[0], call.outputs[0]
-    labels = tracer.labels(source)
     out: list[Label] = [None] * result.dim()
     for before, after in _equal_blocks(source.shape, result.shape):
-        block = [labels[i] for i in before]
+        block = [call.labels[i] for i in before]
         flat = _merge(tracer, call, block, [source.shape[i] for i in before])
         for axis, label in _split(tracer, flat, [result.shape[i] for i in after]).items():
             out[after[axis]] = label
-    tracer.assign(result, out)
+    return [out]
 
 
 def _equal_blocks(a: Sequence[int], b: Sequence[int]) -> list[tuple[list[int], list[int]]]:
@@ -119,23 +109,21 @@ def _equal_blocks(a: Sequence[int], b: Sequence[int]) -> list[tuple[list[int], l
 
 
 def _merge(tracer: Tracer, call: Call, labels: Sequence[Label], sizes: Sequence[int]) -> Label:
-    """The label of dimensions flattened into one; of several labelled ones the last survives."""
-    labelled = [k for k, label in enumerate(labels) if label is not None]
-    for k in labelled[:-1]:
-        tracer.classes.pin(labels[k], tracer.reason(call, "merges two channel dimensions"))
+    """The label of dimensions flattened into one; of several labels, the last is kept."""
+    labelled = [(k, label) for k, label in enumerate(labels) if label is not None]
     if not labelled:
         return None
-    last = labelled[-1]
-    kept = labels[last]
+    *others, (last, kept) = labelled
+    tracer.pin(call, [label for _, label in others], "merges two channel dimensions")
     inner, outer = math.prod(sizes[last + 1 :]), math.prod(sizes[:last])
-    return None if kept is None else np.tile(np.repeat(kept, inner), outer)
+    return np.tile(np.repeat(kept, inner), outer)
 
 
 def _split(tracer: Tracer, flat: Label, sizes: Sequence[int]) -> dict[int, Label]:
-    """Hand a flat label to the dimensions it is split into.
+    """Distribute a flat label over the dimensions it is split into.
 
     If channels differ along one axis only, that axis carries them. Otherwise (attention heads,
-    channel shuffle) the innermost axis does, and equal places of the outer ones move together.
+    channel shuffle) the innermost axis does, and equal positions of the outer ones are tied.
     """
     if flat is None:
         return {}
@@ -151,91 +139,79 @@ def _split(tracer: Tracer, flat: Label, sizes: Sequence[int]) -> dict[int, Label
 
 
 @rule("t", "transpose", "transpose_", "permute", "t_")
-def permute(tracer: Tracer, call: Call) -> None:
+def permute(_tracer: Tracer, call: Call) -> Results:
     """Reorder dimensions."""
-    source = call.inputs[0]
-    order = list(range(source.dim()))
+    labels = call.labels
     if call.name == "permute":
-        order = [d % source.dim() for d in call.arguments["dims"]]
-    elif call.name in ("t", "t_"):
-        order.reverse()
-    else:
-        a, b = call.dim("dim0"), call.dim("dim1")
-        order[a], order[b] = order[b], order[a]
-    labels = tracer.labels(source)
-    tracer.assign(call.outputs[0], [labels[d] for d in order])
+        return [[labels[d] for d in call.arguments["dims"]]]
+    if call.name in ("t", "t_"):
+        return [labels[::-1]]
+    a, b = call.dim("dim0"), call.dim("dim1")
+    labels[a], labels[b] = labels[b], labels[a]
+    return [labels]
 
 
 @rule("unsqueeze", "unsqueeze_")
-def unsqueeze(tracer: Tracer, call: Call) -> None:
+def unsqueeze(_tracer: Tracer, call: Call) -> Results:
     """Insert a dimension of size one."""
-    labels = list(tracer.labels(call.inputs[0]))
-    labels.insert(call.arguments["dim"] % (len(labels) + 1), None)
-    tracer.assign(call.outputs[0], labels)
+    call.labels.insert(call.arguments["dim"] % (len(call.labels) + 1), None)
+    return [call.labels]
 
 
 @rule("squeeze", "squeeze_")
-def squeeze(tracer: Tracer, call: Call) -> None:
+def squeeze(_tracer: Tracer, call: Call) -> Results:
     """Drop dimensions of size one; they carry no channels."""
-    source, result = call.inputs[0], call.outputs[0]
-    kept = iter(x for x, n in zip(tracer.labels(source), source.shape, strict=True) if n > 1)
-    tracer.assign(result, [next(kept) if n > 1 else None for n in result.shape])
+    kept = iter(x for x, n in zip(call.labels, call.inputs[0].shape, strict=True) if n > 1)
+    return [[next(kept) if n > 1 else None for n in call.outputs[0].shape]]
 
 
 @rule("expand")
-def expand(tracer: Tracer, call: Call) -> None:
+def expand(_tracer: Tracer, call: Call) -> Results:
     """Repeat dimensions of size one."""
-    labels = tracer.labels(call.inputs[0])
-    new = call.outputs[0].dim() - len(labels)
-    tracer.assign(call.outputs[0], (None,) * new + labels)
+    new = call.outputs[0].dim() - len(call.labels)
+    return [[*(None,) * new, *call.labels]]
 
 
 @rule("repeat")
-def repeat(tracer: Tracer, call: Call) -> None:
+def repeat(_tracer: Tracer, call: Call) -> Results:
     """Tile a tensor: copies of a channel move with it."""
     times: list[int] = call.arguments["repeats"]
-    labels = tracer.labels(call.inputs[0])
-    labels = (None,) * (len(times) - len(labels)) + labels
-    tiled = [None if x is None else np.tile(x, n) for x, n in zip(labels, times, strict=True)]
-    tracer.assign(call.outputs[0], tiled)
+    labels = [*(None,) * (len(times) - len(call.labels)), *call.labels]
+    return [[None if x is None else np.tile(x, n) for x, n in zip(labels, times, strict=True)]]
 
 
 # --- parts and joins --------------------------------------------------------------------------
 
 
 @rule("select", "unbind")
-def select(tracer: Tracer, call: Call) -> None:
+def select(tracer: Tracer, call: Call) -> Results:
     """Take single positions of a dimension, which must then stay where they are."""
-    labels, dim = list(tracer.labels(call.inputs[0])), call.dim()
-    tracer.classes.pin(labels.pop(dim), tracer.reason(call, POSITION))
-    for result in call.outputs:
-        tracer.assign(result, labels)
+    tracer.pin(call, [call.labels.pop(call.dim())], POSITION)
+    return [call.labels] * len(call.outputs)
 
 
 @rule("slice")
-def narrow(tracer: Tracer, call: Call) -> None:
-    """Keep a range of positions and their atoms; the signature tells them from the rest."""
-    labels, dim = list(tracer.labels(call.inputs[0])), call.dim()
+def narrow(_tracer: Tracer, call: Call) -> Results:
+    """Keep a range of positions and their atoms; signatures tell them from the rest."""
+    label = call.labels[call.dim()]
     span = slice(call.arguments["start"], call.arguments["end"], call.arguments["step"])
-    label = labels[dim]
-    labels[dim] = None if label is None else label[span]
-    tracer.assign(call.outputs[0], labels)
+    call.labels[call.dim()] = None if label is None else label[span]
+    return [call.labels]
 
 
 @rule("split", "split_with_sizes", "unsafe_split", "unsafe_split_with_sizes", "split_copy")
-def split(tracer: Tracer, call: Call) -> None:
+def split(_tracer: Tracer, call: Call) -> Results:
     """Cut a dimension into consecutive parts."""
-    labels, dim = list(tracer.labels(call.inputs[0])), call.dim()
-    ends = accumulate((part.shape[dim] for part in call.outputs), initial=0)
+    labels, dim = call.labels, call.dim()
     label = labels[dim]
-    for part, (start, end) in zip(call.outputs, pairwise(ends), strict=True):
-        labels[dim] = None if label is None else label[start:end]
-        tracer.assign(part, labels)
+    ends = list(accumulate((part.shape[dim] for part in call.outputs), initial=0))
+    parts = [None if label is None else label[a:b] for a, b in pairwise(ends)]
+    return [[*labels[:dim], part, *labels[dim + 1 :]] for part in parts]
 
 
 @rule("cat")
-def cat(tracer: Tracer, call: Call) -> None:
-    """Lay tensors end to end along one dimension and align the others."""
+def cat(tracer: Tracer, call: Call) -> Results:
+    """Concatenate along one dimension and align the others."""
     parts = [x for x in call.inputs if x.dim() == call.outputs[0].dim()]
     dim = call.dim()
     labels = _align_others(tracer, call, [tracer.labels(x) for x in parts], dim)
@@ -247,187 +223,173 @@ def cat(tracer: Tracer, call: Call) -> None:
                 for x, label in zip(parts, own, strict=True)
             ]
         )
-    tracer.assign(call.outputs[0], labels)
+    return [labels]
 
 
 @rule("stack")
-def stack(tracer: Tracer, call: Call) -> None:
-    """Lay tensors along a new dimension and align all others."""
+def stack(tracer: Tracer, call: Call) -> Results:
+    """Add a new dimension and align all others."""
     dim = call.arguments["dim"] % call.outputs[0].dim()
     parts = [tracer.labels(x) for x in call.inputs]
     widened = [(*part[:dim], None, *part[dim:]) for part in parts]
-    tracer.assign(call.outputs[0], _align_others(tracer, call, widened, dim))
+    return [_align_others(tracer, call, widened, dim)]
 
 
 def _align_others(tracer: Tracer, call: Call, parts: list[Labels], dim: int) -> list[Label]:
-    why = tracer.misfit(call)
-    columns = list(zip(*parts, strict=True))
-    return [None if k == dim else tracer.classes.unite(c, why) for k, c in enumerate(columns)]
+    columns = enumerate(zip(*parts, strict=True))
+    return [None if k == dim else tracer.unite(call, column) for k, column in columns]
 
 
 def _fixed_atoms(tracer: Tracer, call: Call, count: int) -> Atoms:
     atoms = tracer.classes.new(count)
-    tracer.classes.pin(atoms, tracer.reason(call, "holds data beside channels"))
+    tracer.pin(call, [atoms], "holds data beside channels")
     return atoms
 
 
 @rule("constant_pad_nd")
-def pad(tracer: Tracer, call: Call) -> None:
+def pad(tracer: Tracer, call: Call) -> Results:
     """Add constant positions at the ends of dimensions, listed from the last one."""
-    labels, amounts = list(tracer.labels(call.inputs[0])), call.arguments["pad"]
+    labels, amounts = call.labels, call.arguments["pad"]
     for k, (left, right) in enumerate(zip(amounts[::2], amounts[1::2], strict=True)):
         label = labels[-1 - k]
         if label is not None and (left, right) != (0, 0):
             before, after = (_fixed_atoms(tracer, call, max(n, 0)) for n in (left, right))
             kept = label[max(-left, 0) : len(label) - max(-right, 0)]
             labels[-1 - k] = np.concatenate([before, kept, after])
-    tracer.assign(call.outputs[0], labels)
+    return [labels]
 
 
 @rule("cumsum", "cumprod", "logcumsumexp", "sort", "argsort", "topk", "index_select")
 @rule("flip", "roll")
-def positional(tracer: Tracer, call: Call) -> None:
-    """Operations that depend on the place along some dimensions and leave the others alone."""
-    labels = list(tracer.labels(call.inputs[0]))
+def positional(tracer: Tracer, call: Call) -> Results:
+    """Operations that depend on the position along some dimensions and keep the others."""
     dims = call.arguments.get("dims", call.arguments.get("dim", -1))
-    every = range(len(labels))
-    for dim in [dims] if isinstance(dims, int) else (dims or every):
-        tracer.classes.pin(labels[dim], tracer.reason(call, POSITION))
-        labels[dim] = None
-    for result in call.outputs:
-        tracer.assign(result, labels)
+    for dim in [dims] if isinstance(dims, int) else (dims or range(len(call.labels))):
+        tracer.pin(call, [call.labels[dim]], POSITION)
+        call.labels[dim] = None
+    return [call.labels] * len(call.outputs)
 
 
 @rule("index")
-def index(tracer: Tracer, call: Call) -> None:
-    """Look positions up in one dimension (`table[tokens]`); several at once are not understood."""
-    source = call.inputs[0]
+def index(tracer: Tracer, call: Call) -> Results:
+    """Look up positions in one dimension (`table[tokens]`); several at once are unknown."""
     lookups = [(d, i) for d, i in enumerate(call.arguments["indices"]) if i is not None]
     if len(lookups) != 1 or lookups[0][1].dtype not in (torch.int32, torch.int64):
         return unknown(tracer, call)
     dim, positions = lookups[0]
-    labels = tracer.labels(source)
-    tracer.classes.pin(labels[dim], tracer.reason(call, POSITION))
-    out = (*labels[:dim], *(None,) * positions.dim(), *labels[dim + 1 :])
-    return tracer.assign(call.outputs[0], out)
+    tracer.pin(call, [call.labels[dim]], POSITION)
+    return [[*call.labels[:dim], *(None,) * positions.dim(), *call.labels[dim + 1 :]]]
 
 
 @rule("pixel_shuffle", "pixel_unshuffle")
-def pixel_shuffle(tracer: Tracer, call: Call) -> None:
+def pixel_shuffle(tracer: Tracer, call: Call) -> Results:
     """Trade blocks of r² channels for r×r pixels."""
-    labels, result = list(tracer.labels(call.inputs[0])), call.outputs[0]
-    for label in labels[-2:]:
-        tracer.classes.pin(label, tracer.reason(call, SPATIAL))
-    label, channels = labels[-3], result.shape[-3]
+    tracer.pin(call, call.labels[-2:], SPATIAL)
+    label, channels = call.labels[-3], call.outputs[0].shape[-3]
     if label is not None and len(label) > channels:
         label = tracer.classes.glue(label, channels)
     elif label is not None:
         label = np.repeat(label, channels // len(label))
-    tracer.assign(result, [*labels[:-3], label, None, None])
+    return [[*call.labels[:-3], label, None, None]]
 
 
 # --- products ---------------------------------------------------------------------------------
 
 
 @rule("mm", "bmm", "addmm", "baddbmm", "mv")
-def matmul(tracer: Tracer, call: Call) -> None:
+def matmul(tracer: Tracer, call: Call) -> Results:
     """(…, n, k) · (…, k, m), plus a bias: contraction joins, rows and columns are produced."""
     *bias, left, right = call.inputs
     a, b = tracer.labels(left), tracer.labels(right)
     batch, columns = (b[:-2], b[-1:]) if right.dim() > 1 else ((), ())
-    why = tracer.misfit(call)
-    tracer.classes.unite([a[-1], b[0] if right.dim() == 1 else b[-2]], why)
-    shared = [tracer.classes.unite([x, y], why) for x, y in zip(a[:-2], batch, strict=True)]
+    tracer.unite(call, [a[-1], b[0] if right.dim() == 1 else b[-2]])
+    shared = [tracer.unite(call, pair) for pair in zip(a[:-2], batch, strict=True)]
     labels = [*shared, a[-2], *columns]
     tracer.producers += [a[-2], *columns]
-    result = call.outputs[0]
     for offset in bias:
         for back in range(1, offset.dim() + 1):
             if offset.shape[-back] > 1:
-                tracer.classes.unite([tracer.labels(offset)[-back], labels[-back]], why)
-    sizes = [*zip(result.shape, labels, strict=True), (left.shape[-1], a[-1])]
+                tracer.unite(call, [tracer.labels(offset)[-back], labels[-back]])
+    sizes = [*zip(call.outputs[0].shape, labels, strict=True), (left.shape[-1], a[-1])]
     _count(tracer, 1, sizes, (left, right))
-    tracer.assign(result, labels)
+    return [labels]
 
 
 def _count(
     tracer: Tracer, fixed: int, sizes: Sequence[tuple[int, Label]], operands: tuple[Tensor, Tensor]
 ) -> None:
-    passes = 1 + sum(tracer.trained(x) for x in operands)
+    passes = 1 + sum(id(x) in tracer.trained for x in operands)
     tracer.products.append(Product(fixed, tuple(sizes), passes))
 
 
 @rule("convolution")
-def convolution(tracer: Tracer, call: Call) -> None:
+def convolution(tracer: Tracer, call: Call) -> Results:
     """Convolutions of any rank; grouped ones couple inputs with outputs (see `whole_blocks`)."""
     x, weight, bias = (call.arguments[k] for k in ("input", "weight", "bias"))
     labels, kernel = tracer.labels(x), tracer.labels(weight)
-    for label in (*labels[2:], *kernel[2:]):
-        tracer.classes.pin(label, tracer.reason(call, SPATIAL))
+    tracer.pin(call, (*labels[2:], *kernel[2:]), SPATIAL)
     transposed, groups = call.arguments["transposed"], call.arguments["groups"]
     produced = _couple_channels(tracer, call, transposed, groups)
     if bias is not None:
-        tracer.classes.unite([produced, tracer.labels(bias)[0]], tracer.misfit(call))
+        tracer.unite(call, [produced, tracer.labels(bias)[0]])
     tracer.producers.append(produced)
     result = call.outputs[0]
     area = math.prod((x if transposed else result).shape[2:]) * math.prod(weight.shape[2:])
-    sizes = zip(weight.shape[:2], tracer.labels(weight)[:2], strict=True)
-    _count(tracer, x.shape[0] * area, list(sizes), (x, weight))
-    tracer.assign(result, [labels[0], produced, *(None,) * (result.dim() - 2)])
+    sizes = list(zip(weight.shape[:2], kernel[:2], strict=True))
+    _count(tracer, x.shape[0] * area, sizes, (x, weight))
+    return [[labels[0], produced, *(None,) * (result.dim() - 2)]]
 
 
 def _couple_channels(tracer: Tracer, call: Call, transposed: bool, groups: int) -> Label:
     """Join a convolution's input channels with its weight; returns the label of its outputs."""
     x, weight = call.arguments["input"], call.arguments["weight"]
     entering, (first, second) = tracer.labels(x)[1], tracer.labels(weight)[:2]
-    classes, why = tracer.classes, tracer.misfit(call)
+    classes = tracer.classes
     if groups == 1:
         consumed, produced = (first, second) if transposed else (second, first)
-        classes.unite([entering, consumed], why)
+        tracer.unite(call, [entering, consumed])
         return produced
     if transposed:
-        for label in (entering, first, second):
-            classes.pin(label, tracer.reason(call, "is transposed and grouped"))
+        tracer.pin(call, (entering, first, second), "is transposed and grouped")
         return None
     if whole_blocks(groups, min(weight.shape[0] // groups, weight.shape[1])):
-        classes.pin(second, tracer.reason(call, "whole groups come and go"))
-        classes.unite([classes.glue(entering, groups), classes.glue(first, groups)], why)
+        tracer.pin(call, [second], "shrinks by whole groups")
+        tracer.unite(call, [classes.glue(entering, groups), classes.glue(first, groups)])
     else:
-        classes.unite([classes.tie(entering, groups), second], why)
+        tracer.unite(call, [classes.tie(entering, groups), second])
         classes.tie(first, groups)
     return first
 
 
 @rule("embedding")
-def embedding(tracer: Tracer, call: Call) -> None:
+def embedding(tracer: Tracer, call: Call) -> Results:
     """Rows are chosen by data; columns are channels."""
     rows, columns = tracer.labels(call.arguments["weight"])
-    tracer.classes.pin(rows, tracer.reason(call, "rows are chosen by the data"))
+    tracer.pin(call, [rows], "rows are chosen by the data")
     tracer.producers.append(columns)
-    tracer.assign(call.outputs[0], [*tracer.labels(call.arguments["indices"]), columns])
+    return [[*tracer.labels(call.arguments["indices"]), columns]]
 
 
 @rule("_scaled_dot_product_flash_attention_for_cpu", "_scaled_dot_product_flash_attention")
 @rule("_scaled_dot_product_efficient_attention", "_scaled_dot_product_cudnn_attention")
-def attention(tracer: Tracer, call: Call) -> None:
+def attention(tracer: Tracer, call: Call) -> Results:
     """softmax(q kᵀ) v on (batch, head, token, size)."""
     query, key, value = (call.arguments[k] for k in ("query", "key", "value"))
     q, k, v = (tracer.labels(x) for x in (query, key, value))
-    why = tracer.misfit(call)
-    heads = tracer.classes.unite([q[1], k[1], v[1]] if query.shape[1] > 1 else [], why)
-    tracer.classes.unite([q[3], k[3]], why)
-    tracer.classes.unite([k[2], v[2]], why)
+    heads = tracer.unite(call, [q[1], k[1], v[1]] if query.shape[1] > 1 else [])
+    tracer.unite(call, [q[3], k[3]])
+    tracer.unite(call, [k[2], v[2]])
     mask = call.arguments.get("attn_mask", call.arguments.get("attn_bias"))
     if mask is not None:
         own = zip(mask.shape, tracer.labels(mask), strict=True)
         for (size, label), met in zip(list(own)[::-1], (k[2], q[2], heads, q[0]), strict=False):
             if size > 1:
-                tracer.classes.unite([label, met], why)
+                tracer.unite(call, [label, met])
     area = query.shape[0] * query.shape[2] * key.shape[2]
     head_size = (query.shape[1], heads)
     _count(tracer, area, [head_size, (query.shape[3], q[3])], (query, key))
     _count(tracer, area, [head_size, (value.shape[3], v[3])], (query, value))
-    tracer.assign(call.outputs[0], [q[0], heads, q[2], v[3]])
+    return [[q[0], heads, q[2], v[3]]]
 
 
 # --- normalisation, pooling, reduction --------------------------------------------------------
@@ -435,64 +397,57 @@ def attention(tracer: Tracer, call: Call) -> None:
 
 @rule("native_batch_norm", "_native_batch_norm_legit", "_native_batch_norm_legit_no_training")
 @rule("cudnn_batch_norm", "_batch_norm_no_update", "batch_norm", "_batch_norm_with_update")
-def batch_norm(tracer: Tracer, call: Call) -> None:
+def batch_norm(tracer: Tracer, call: Call) -> Results:
     """Per-channel statistics and affine parameters move with their channel."""
-    _norm(tracer, call, ("weight", "bias", "running_mean", "running_var"), 1)
+    return _norm(tracer, call, [(1, 0)])
 
 
 @rule("native_group_norm")
-def group_norm(tracer: Tracer, call: Call) -> None:
+def group_norm(tracer: Tracer, call: Call) -> Results:
     """As batch norm, with channels coupled inside or across groups."""
     groups, channels = call.arguments["group"], call.arguments["C"]
-    label = _norm(tracer, call, ("weight", "bias"), 1)
+    ((_, label, *_),) = results = _norm(tracer, call, [(1, 0)])
     module = tracer.stack[-1][1] if tracer.stack else None
-    counted = isinstance(module, nn.GroupNorm) and module.affine  # a cut knows how many remain
-    if counted and whole_blocks(groups, channels // groups):
+    resizable = isinstance(module, nn.GroupNorm) and module.affine  # a cut can set its num_groups
+    if resizable and whole_blocks(groups, channels // groups):
         tracer.classes.glue(label, groups)
     else:
         tracer.classes.tie(label, groups)
-
-
-def _norm(tracer: Tracer, call: Call, names: Sequence[str], dim: int) -> Label:
-    labels = list(tracer.labels(call.inputs[0]))
-    vectors = [v for n in names if (v := call.arguments.get(n)) is not None]
-    if call.inputs[0].shape[dim] > 1:
-        own = [tracer.labels(v)[0] for v in vectors]
-        why = tracer.misfit(call)
-        labels[dim] = tracer.classes.unite([labels[dim], *own], why)
-    tracer.assign(call.outputs[0], labels)
-    return labels[dim]
+    return results
 
 
 @rule("native_layer_norm", "_fused_rms_norm")
-def layer_norm(tracer: Tracer, call: Call) -> None:
+def layer_norm(tracer: Tracer, call: Call) -> Results:
     """Statistics over the last dimensions do not depend on their order."""
-    x, why = call.inputs[0], tracer.misfit(call)
-    labels = list(tracer.labels(x))
-    vectors = [v for n in ("weight", "bias") if (v := call.arguments.get(n)) is not None]
-    for back in range(1, len(call.arguments["normalized_shape"]) + 1):
-        if x.shape[-back] > 1:
-            aligned = [labels[-back], *(tracer.labels(v)[-back] for v in vectors)]
-            labels[-back] = tracer.classes.unite(aligned, why)
-    tracer.assign(call.outputs[0], labels)
+    last = range(-1, -1 - len(call.arguments["normalized_shape"]), -1)
+    return _norm(tracer, call, [(dim, dim) for dim in last])
+
+
+def _norm(tracer: Tracer, call: Call, aligned: Sequence[tuple[int, int]]) -> Results:
+    """Align pairs (dimension of the input, dimension of each vector)."""
+    labels = call.labels
+    names = ("weight", "bias", "running_mean", "running_var")
+    vectors = [v for n in names if (v := call.arguments.get(n)) is not None]
+    for dim, own in aligned:
+        if call.inputs[0].shape[dim] > 1:
+            met = (tracer.labels(vector)[own] for vector in vectors)
+            labels[dim] = tracer.unite(call, [labels[dim], *met])
+    return [labels]
 
 
 @rule("glu")
-def glu(tracer: Tracer, call: Call) -> None:
-    """The first half gates the second, place by place."""
-    labels, dim = list(tracer.labels(call.inputs[0])), call.dim()
+def glu(tracer: Tracer, call: Call) -> Results:
+    """The first half is gated by the second, position by position."""
+    labels, dim = call.labels, call.dim()
     labels[dim] = tracer.classes.tie(labels[dim], 2)
-    tracer.assign(call.outputs[0], labels)
+    return [labels]
 
 
-def _spatial(tracer: Tracer, call: Call) -> None:
-    """Pooling, resizing, padding: channels pass, positions stay."""
+def _spatial(tracer: Tracer, call: Call) -> Results:
+    """Pooling, resizing, padding: channels pass through, positions stay."""
     rank = next(k for k in (1, 2, 3) if f"{k}d" in call.name)
-    labels = tracer.labels(call.inputs[0])
-    for label in labels[-rank:]:
-        tracer.classes.pin(label, tracer.reason(call, SPATIAL))
-    for result in call.outputs:
-        tracer.assign(result, [*labels[:-rank], *(None,) * rank])
+    tracer.pin(call, call.labels[-rank:], SPATIAL)
+    return [[*call.labels[:-rank], *(None,) * rank]] * len(call.outputs)
 
 
 for _rank in ("1d", "2d", "3d"):
@@ -507,18 +462,15 @@ for _rank in ("1d", "2d", "3d"):
 
 @rule("mean", "sum", "amax", "amin", "var", "std", "var_mean", "logsumexp", "prod", "any", "all")
 @rule("linalg_vector_norm", "norm", "max", "min", "argmax", "argmin", "median", "count_nonzero")
-def reduction(tracer: Tracer, call: Call) -> None:
+def reduction(tracer: Tracer, call: Call) -> Results:
     """Reduced dimensions vanish; where positions are returned, channels must stay."""
-    if len(call.inputs) == 2:  # max(a, b) is no reduction
+    if len(call.inputs) == 2:  # max(a, b) is elementwise
         return elementwise(tracer, call)
-    labels, dims = list(tracer.labels(call.inputs[0])), call.arguments.get("dim")
+    labels, dims = call.labels, call.arguments.get("dim")
     listed = range(len(labels)) if dims is None or dims == [] else dims
     gone = {d % len(labels) for d in ([listed] if isinstance(listed, int) else listed)}
     if call.name.startswith("arg") or (dims is not None and call.name in ("max", "min", "median")):
-        for d in gone:
-            tracer.classes.pin(labels[d], tracer.reason(call, POSITION))
-    for result in call.outputs:
-        keeps = result.dim() == len(labels)
-        kept = [None if d in gone else x for d, x in enumerate(labels) if keeps or d not in gone]
-        tracer.assign(result, kept)
-    return None
+        tracer.pin(call, [labels[d] for d in gone], POSITION)
+    kept = [x for d, x in enumerate(labels) if d not in gone]
+    blanked = [None if d in gone else x for d, x in enumerate(labels)]  # with keepdim
+    return [blanked if result.dim() == len(labels) else kept for result in call.outputs]

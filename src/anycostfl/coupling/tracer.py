@@ -1,8 +1,8 @@
-"""One eager forward pass under which every tensor dimension carries the atoms of its channels.
+"""One eager forward pass in which every tensor dimension carries the atoms of its channels.
 
 A `TorchDispatchMode` sits below autograd and above the kernels, so it sees every operation of any
-model: no graph capture, no limits on control flow. `rules.py` says what each operation does to
-labels; an operation without a rule pins every channel it sees, so it stays correct.
+model: no graph capture, no limits on control flow. `rules.py` defines what each operation does to
+labels; an operation without a rule pins every channel it sees, which is always correct.
 """
 
 from __future__ import annotations
@@ -23,24 +23,21 @@ from anycostfl.coupling.atoms import AtomClasses, Label, Reason
 Labels = tuple[Label, ...]
 
 
+def tensors_in(tree: Any) -> list[Tensor]:
+    """Return every tensor in nested tuples, lists and dicts."""
+    return [x for x in tree_leaves(tree) if isinstance(x, Tensor)]
+
+
 @dataclass(frozen=True, slots=True)
 class Call:
     """One operation as seen by the tracer, its arguments bound to their names in the schema."""
 
     name: str
     arguments: dict[str, Any]
-    result: Any
+    inputs: list[Tensor]  # every tensor among the arguments
+    outputs: list[Tensor]
+    labels: list[Label]  # of the first input; a rule may change them
     pointwise: bool
-
-    @property
-    def inputs(self) -> list[Tensor]:
-        """Every tensor among the arguments."""
-        return [x for x in tree_leaves(self.arguments) if isinstance(x, Tensor)]
-
-    @property
-    def outputs(self) -> list[Tensor]:
-        """Every tensor among the results."""
-        return [x for x in tree_leaves(self.result) if isinstance(x, Tensor)]
 
     def dim(self, name: str = "dim") -> int:
         """A dimension argument, counted from the front of the first tensor argument."""
@@ -61,10 +58,10 @@ class Product:
 
 
 BY_POSITION = {"slice", "split", "split_with_sizes", "unsafe_split", "unsafe_split_with_sizes"}
-"""Operations that take a part by numbers, which a narrower copy may get wrong without an error."""
+"""Operations that select by literal positions, which may be wrong in a narrower copy."""
 
 RESHAPES = {"view", "reshape", "unflatten"}
-"""The same for sizes, as a model calls them: one call is one operation or two, by memory layout."""
+"""Functions that take literal sizes; watched as Python calls, since one may be two operations."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,7 +74,7 @@ class Observed:
 
 
 class Observer(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch leaves it untyped
-    """Notes what every module call and every operation by position returns."""
+    """Records what every module call and every operation by position returns."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -85,7 +82,7 @@ class Observer(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch lea
         self.outputs: list[Observed] = []
 
     def labels(self, tensor: Tensor) -> Labels:
-        """The labels of a tensor; without a trace it has none."""
+        """The labels of a tensor; a plain observer has none."""
         return (None,) * tensor.dim()
 
     @property
@@ -94,32 +91,39 @@ class Observer(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch lea
         return self.stack[-1][0] if self.stack else ""
 
     def observe(self, module: str, result: Any) -> None:
-        """Note a result."""
-        tensors = [x for x in tree_leaves(result) if isinstance(x, Tensor)]
+        """Record a result."""
+        tensors = tensors_in(result)
         shapes = tuple(tuple(x.shape) for x in tensors)
         self.outputs.append(Observed(module, shapes, tuple(map(self.labels, tensors))))
 
+    def seen(self, func: Any, args: Any, kwargs: Any, result: Any) -> None:
+        """Called after every operation."""
+
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        """Spare torch from loading its compiler (two seconds) only to leave this class alone."""
+        """Keep torch from importing its compiler (two seconds) only to skip this class."""
         return False
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:  # signature fixed by torch
-        """Run the operation."""
+        """Run the operation, then record it."""
         del types
         result = func(*args, **(kwargs or {}))
+        self.seen(func, args, kwargs or {}, result)
         if func.overloadpacket.__name__ in BY_POSITION:
             self.observe(self.where, result)
         return result
 
 
-Rule = Callable[["Tracer", Call], None]
+Results = Sequence[Sequence[Label]]
+"""The labels of each output of a call."""
+
+Rule = Callable[["Tracer", Call], Results]
 
 
 class Tracer(Observer):  # type: ignore[no-untyped-call]  # torch leaves it untyped
-    """Carries labels through every operation; see the module docstring."""
+    """Propagates labels through every operation; see the module docstring."""
 
     def __init__(self, rules: dict[str, Rule], fallback: Rule) -> None:
         super().__init__()
@@ -127,22 +131,23 @@ class Tracer(Observer):  # type: ignore[no-untyped-call]  # torch leaves it unty
         self.products: list[Product] = []
         self.producers: list[Label] = []
         self.samples = 1
-        self.used: set[int] = set()
+        self.used: set[int] = set()  # ids of tensors that an operation took
+        self.trained: set[int] = set()  # ids of tensors whose gradient a training step needs
         self._rules = rules
         self._fallback = fallback
         self._labels: dict[int, Labels] = {}
-        self._trained: set[int] = set()
         self._data: set[int] = set()
-        self._alive: list[Tensor] = []  # ids stay unique while their tensors live
+        self._alive: list[Tensor] = []  # ids are unique only while their tensors are alive
 
     def labels(self, tensor: Tensor) -> Labels:
         """The labels of a tensor; data and constants have none."""
         return self._labels.get(id(tensor), (None,) * tensor.dim())
 
     def assign(self, tensor: Tensor, labels: Sequence[Label]) -> None:
-        """Attach labels to a result. A dimension of size one has nothing to exchange.
+        """Attach labels to a result; a dimension of size one has no channels to exchange.
 
-        A channel that was picked out alone is marked all the same: it is not like the others.
+        The signature of a channel that was selected alone changes all the same: it is unlike the
+        others.
         """
         self.classes.touch(labels)
         self._labels[id(tensor)] = tuple(
@@ -154,55 +159,47 @@ class Tracer(Observer):  # type: ignore[no-untyped-call]  # torch leaves it unty
         """Give a parameter, buffer or constant fresh atoms along every dimension."""
         self.assign(tensor, [self.classes.new(n) for n in tensor.shape])
         if tensor.requires_grad:
-            self._trained.add(id(tensor))
+            self.trained.add(id(tensor))
 
     def enter_data(self, tensor: Tensor) -> None:
-        """Remember an input of the model: its batch size, and its name where it pins something."""
+        """Register an input of the model; the first one sets the batch size."""
         self.samples = tensor.shape[0] if tensor.dim() and not self._data else self.samples
         self._data.add(id(tensor))
         self._alive.append(tensor)
 
-    def trained(self, tensor: Tensor) -> bool:
-        """Whether a training step needs the gradient of this tensor."""
-        return id(tensor) in self._trained
+    def pin(self, call: Call, labels: Sequence[Label], why: str) -> None:
+        """Pin these dimensions; the reason names the operation and the module that is running."""
+        for label in labels:
+            self.classes.pin(label, Reason(call.name, self.where, why))
 
-    def reason(self, call: Call, why: str) -> Reason:
-        """A reason located in the module that is running."""
-        return Reason(call.name, self.where, why)
+    def unite(self, call: Call, labels: Sequence[Label]) -> Label:
+        """Join dimensions that an operation aligns; pin them if one carries no channels."""
+        from_data = any(id(x) in self._data for x in call.inputs)
+        why = "meets the model's input" if from_data else "meets a dimension that cannot shrink"
+        return self.classes.unite(labels, Reason(call.name, self.where, why))
 
-    def misfit(self, call: Call) -> Reason:
-        """The reason for pinning what an operation aligns with a dimension without channels."""
-        if any(id(x) in self._data for x in call.inputs):
-            return self.reason(call, "meets the model's input")
-        return self.reason(call, "meets a dimension that cannot shrink")
-
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
-    ) -> Any:  # signature fixed by torch
-        """Run the operation, then let its rule label the result."""
-        del types
-        kwargs = kwargs or {}
-        result = func(*args, **kwargs)
+    def seen(self, func: Any, args: Any, kwargs: Any, result: Any) -> None:
+        """Let the operation's rule label its results."""
         bound = {
             a.name: args[i] if i < len(args) else kwargs.get(a.name, a.default_value)
             for i, a in enumerate(func._schema.arguments)
         }
         name = func.overloadpacket.__name__
-        self.used.update(id(x) for x in tree_leaves(bound) if isinstance(x, Tensor))
-        call = Call(name, bound, result, torch.Tag.pointwise in func.tags)
-        if any(self.trained(x) for x in call.inputs):
-            self._trained.update(id(x) for x in call.outputs)
-        if call.inputs and all(id(x) in self._data for x in call.inputs):
-            self._data.update(id(x) for x in call.outputs)
+        inputs, outputs = tensors_in(bound), tensors_in(result)
+        self.used.update(map(id, inputs))
+        if any(id(x) in self.trained for x in inputs):
+            self.trained.update(map(id, outputs))
+        if inputs and all(id(x) in self._data for x in inputs):
+            self._data.update(map(id, outputs))
+        labels = list(self.labels(inputs[0])) if inputs else []
+        call = Call(name, bound, inputs, outputs, labels, torch.Tag.pointwise in func.tags)
         rule = self._rules.get(name, self._fallback)
-        rule(self, call)
-        if name in BY_POSITION:
-            self.observe(self.where, result)
-        return result
+        for tensor, found in zip(outputs, rule(self, call), strict=False):
+            self.assign(tensor, found)
 
 
 class _Reshapes(TorchFunctionMode):
-    """Shows every reshape to an observer: `view(b, -1, 8)` makes other heads of fewer channels."""
+    """Shows every reshape to an observer: `view(b, -1, 8)` forms other heads of fewer channels."""
 
     def __init__(self, observer: Observer) -> None:
         super().__init__()
@@ -243,48 +240,44 @@ def follow(model: nn.Module, observer: Observer) -> Iterator[None]:
 
 @contextmanager
 def evaluation(model: nn.Module, *, plain: bool = False) -> Iterator[None]:
-    """Evaluation mode without gradients, put back afterwards.
+    """Switch to evaluation mode without gradients; the previous modes are restored.
 
-    Attention's fast path is off, for it passes by the modules inside. `plain` turns mkldnn off
-    too, whose fused kernels hide what a recurrent layer is made of.
+    The attention fast path is off, since it bypasses the modules inside. `plain` also turns mkldnn
+    off, whose fused kernels hide the operations of a recurrent layer.
     """
-    modes = [(m, m.training) for m in model.modules()]
     fast_path = torch.backends.mha.get_fastpath_enabled()
     try:
-        model.eval()
         torch.backends.mha.set_fastpath_enabled(False)
-        with _kernels(plain=plain), torch.no_grad():
+        with _mode(model, training=False, plain=plain):
             yield
     finally:
-        for module, training in modes:
-            module.training = training
         torch.backends.mha.set_fastpath_enabled(fast_path)
 
 
 @contextmanager
-def _kernels(*, plain: bool) -> Iterator[None]:
-    """Without mkldnn if plain."""
-    mkldnn = torch._C._get_mkldnn_enabled()
+def train_mode(model: nn.Module, *, plain: bool = False) -> Iterator[None]:
+    """Switch to training mode without gradients; modes, buffers and random state are restored."""
+    buffers = [(b, b.clone()) for b in model.buffers()]
     try:
-        torch._C._set_mkldnn_enabled(mkldnn and not plain)
-        yield
+        with _mode(model, training=True, plain=plain), torch.random.fork_rng():
+            yield
     finally:
-        torch._C._set_mkldnn_enabled(mkldnn)
+        with torch.no_grad():
+            for buffer, before in buffers:
+                if not torch.equal(buffer, before):  # an expanded buffer cannot be written to
+                    buffer.copy_(before)
 
 
 @contextmanager
-def practice(model: nn.Module, *, plain: bool = False) -> Iterator[None]:
-    """Training mode without gradients; buffers, modes and random numbers are put back."""
+def _mode(model: nn.Module, *, training: bool, plain: bool) -> Iterator[None]:
     modes = [(m, m.training) for m in model.modules()]
-    buffers = [(b, b.clone()) for b in model.buffers()]
+    mkldnn = torch._C._get_mkldnn_enabled()
     try:
-        model.train()
-        with _kernels(plain=plain), torch.random.fork_rng(), torch.no_grad():
+        model.train(training)
+        torch._C._set_mkldnn_enabled(mkldnn and not plain)
+        with torch.no_grad():
             yield
     finally:
-        for module, training in modes:
-            module.training = training
-        with torch.no_grad():
-            for buffer, before in buffers:
-                if not torch.equal(buffer, before):  # one that is expanded cannot be written to
-                    buffer.copy_(before)
+        torch._C._set_mkldnn_enabled(mkldnn)
+        for module, before in modes:
+            module.training = before

@@ -78,7 +78,7 @@ def cut(trained: TrainedModel, alpha: float) -> SubModel:
 
 def least_alpha(net: ElasticModel) -> float:
     """The FLOPs ratio of the narrowest sub-model."""
-    return net.plan(1e-12).flops_ratio if net.dials else 1.0
+    return net.plan(1e-12).flops_ratio if net.tied_widths else 1.0
 
 
 def calibration_images(config: Config) -> Iterator[Tensor]:

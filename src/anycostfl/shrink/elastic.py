@@ -1,9 +1,16 @@
-"""`ElasticModel`: any nn.Module that can be sorted, shrunk to any width, and put together again."""
+"""`ElasticModel`: any nn.Module that can be sorted, shrunk to any width, and merged again.
+
+BatchNorm statistics are never sent or averaged: a sub-model's activations have other means and
+variances than the full model's. Devices train on batch statistics; a model that is used for
+inference is recalibrated on a few batches first (docs/decisions/0003).
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import chain
 from math import prod
 from typing import Any
 
@@ -11,32 +18,38 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from anycostfl.coupling import Coupling, Slot
-from anycostfl.errors import ShapeMismatchError, TraceError, UnknownNameError
-from anycostfl.shrink.order import Order, permute, permute_in_place, sorting_order
-from anycostfl.shrink.verify import verified_recipe
-from anycostfl.shrink.widths import RULES, Dial, WidthPlan, make_plan, put, take
-from anycostfl.state import Update, tensors_of
+from anycostfl.coupling.result import Coupling
+from anycostfl.coupling.tracer import evaluation
+from anycostfl.errors import CalibrationError, ShapeMismatchError, TraceError, UnknownNameError
+from anycostfl.shrink.cut import Order, permute, permute_in_place, sorting_order
+from anycostfl.shrink.verify import verified_spec
+from anycostfl.shrink.widths import RULES, Shapes, Ties, WidthPlan, WidthPlanner, put, take
+from anycostfl.state import State, Update, tensors_of
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class SubModel:
-    """A narrower copy of a model, and the plan that says which part of the global one it holds."""
+    """A narrower copy of a model, and the plan of the part of the global model that it holds."""
 
     module: nn.Module
     plan: WidthPlan
 
 
 def size_bits(module: nn.Module) -> int:
-    """32 bits for every element that is trained."""
+    """32 bits for every trained element."""
     return 32 * sum(p.numel() for p in module.parameters() if p.requires_grad)
 
 
 class ElasticModel:
-    """The server's model: holds the global weights, hands out sub-models of any width.
+    """The server's model: holds the global weights and creates sub-models of any width.
 
     The module is traced once on the example inputs (batch first). `rule` chooses widths: "sqrt" as
     in the paper, "fast" or "even" for widths whose training time falls with α (`shrink.widths`).
+    `coupling` holds the groups of channels, pins with reasons, and FLOPs as a function of widths;
+    `tied_widths` the groups whose widths are tied (most stand alone).
+
+    Names, shapes and plans are resolved once. The tensors themselves are looked up on every use,
+    since `module.to(...)` replaces buffers.
     """
 
     def __init__(self, module: nn.Module, *example_inputs: Any, rule: str = "sqrt") -> None:
@@ -46,26 +59,21 @@ class ElasticModel:
             raise TraceError("an example input is needed: ElasticModel(module, torch.randn(2, …))")
         self.module = module
         self.rule = rule
-        self._recipe = verified_recipe(module, [_at_least_two(x) for x in example_inputs])
-
-    @property
-    def coupling(self) -> Coupling:
-        """Groups of channels, what is pinned and why, FLOPs as a function of widths."""
-        return self._recipe.coupling
-
-    @property
-    def dials(self) -> tuple[Dial, ...]:
-        """The groups that turn together, most of them alone."""
-        return self._recipe.dials
+        self._spec = verified_spec(module, [_at_least_two(x) for x in example_inputs])
+        self.coupling: Coupling = self._spec.coupling
+        self.tied_widths: Ties = self._spec.ties
+        self._shapes = {name: tuple(tensor.shape) for name, tensor in tensors_of(module).items()}
+        self._planner = WidthPlanner(self.coupling, self.tied_widths, self._shapes, rule)
+        self._blocks = _input_blocks(self.coupling, self._shapes)
 
     @property
     def rewritten(self) -> bool:
-        """Whether sub-models come from a captured graph because forward holds literal sizes.
+        """Whether sub-models come from a captured graph because forward contains literal sizes.
 
-        A graph keeps what Python decided when it was captured: an attribute that is changed later,
-        or a layer skipped by `random.random()`, stays as it was.
+        A graph keeps what Python decided at capture: an attribute that is changed later, or a layer
+        skipped by `random.random()`, stays as it was.
         """
-        return self._recipe.source is not self.module
+        return self._spec.source is not self.module
 
     @property
     def size_bits(self) -> int:
@@ -75,91 +83,84 @@ class ElasticModel:
     @property
     def training_flops(self) -> float:
         """FLOPs of one training step per sample, at full width."""
-        return self.coupling.flops(self.coupling.full())
+        return self.coupling.full_flops
+
+    @property
+    def trained_names(self) -> tuple[str, ...]:
+        """The parameters that are trained: the tensors of an update."""
+        return tuple(name for name, p in self.module.named_parameters() if p.requires_grad)
+
+    def own_names(self) -> list[str]:
+        """Every tensor once, under its first name."""
+        return [name for name, first in self.coupling.aliases.items() if name == first]
+
+    def blocks(self) -> dict[str, int]:
+        """For every matrix whose inputs come in blocks: how many one channel owns (after flatten).
+
+        The codec keeps or drops such a block as one kernel, like a kernel of a convolution.
+        """
+        return dict(self._blocks)
 
     def sort_channels(self) -> Order:
-        """Put important channels first (Sec. III-B.1); returns the order, to move other state."""
+        """Put important channels first (Sec. III-B.1); returns the order, for other state."""
         state = tensors_of(self.module)
         order = sorting_order(self.coupling, state)
         permute_in_place(self.coupling, state, order)
         return order
 
-    def sorting_order(self, state: Mapping[str, Tensor]) -> Order:
+    def sorting_order(self, state: State) -> Order:
         """The order that puts the important channels of a state first (Sec. III-B.1)."""
         return sorting_order(self.coupling, state)
 
-    def permute(self, state: Mapping[str, Tensor], order: Order) -> dict[str, Tensor]:
-        """Any state in global coordinates (momentum, residuals), moved by the same order."""
-        self._check(state, {n: t.shape for n, t in tensors_of(self.module).items()})
+    def permute(self, state: State, order: Order) -> dict[str, Tensor]:
+        """Permute a state in global coordinates (momentum, residuals) by the same order."""
+        self._check(state, self._shapes)
         return permute(self.coupling, state, order)
 
     def plan(self, alpha: float) -> WidthPlan:
-        """What a sub-model of factor α keeps."""
-        state, rule = tensors_of(self.module), RULES[self.rule]
-        return make_plan(self.coupling, self._recipe.dials, state, alpha, rule)
-
-    def own_names(self) -> list[str]:
-        """Every tensor under its first name only, tied ones once."""
-        return [name for name, first in self.coupling.aliases.items() if name == first]
+        """Plan what a sub-model of factor α keeps."""
+        return self._planner.plan(alpha)
 
     def bytes_of(self, plan: WidthPlan) -> int:
-        """What a sub-model takes as it is."""
+        """The size of an uncompressed sub-model."""
         state = tensors_of(self.module)
         return sum(prod(plan.shapes[n]) * state[n].element_size() for n in self.own_names())
 
-    def blocks(self) -> dict[str, int]:
-        """For every matrix whose inputs come in blocks: how many one channel owns (after flatten).
-
-        The codec keeps or drops such a block as one kernel. Convolutions have kernels of their own.
-        """
-        weights = tensors_of(self.module)
-        return {
-            slot.tensor: slot.owned
-            for group in self.coupling.groups
-            for slot in group.slots
-            if weights[slot.tensor].dim() == 2
-            and slot.dim == 1
-            and slot.owned > 1
-            and _consecutive(slot)
-        }
-
     def shrink(self, alpha: float) -> SubModel:
-        """A smaller dense nn.Module of factor α with the same state_dict keys (Sec. III-B.2)."""
+        """Cut a dense nn.Module of factor α with the same state_dict keys (Sec. III-B.2)."""
         plan = self.plan(alpha)
-        return SubModel(self._recipe.build(plan.widths), plan)
+        return SubModel(self._spec.build(plan.widths, plan.index), plan)
 
-    def take(self, state: Mapping[str, Tensor], plan: WidthPlan) -> dict[str, Tensor]:
-        """The part of a global state that a sub-model holds; views wherever possible."""
+    def take(self, state: State, plan: WidthPlan) -> dict[str, Tensor]:
+        """Return the part of a global state that a sub-model holds; views where possible."""
         return {name: take(tensor, plan.index[name]) for name, tensor in state.items()}
 
-    def scatter(self, update: Mapping[str, Tensor], plan: WidthPlan) -> Update:
+    def scatter(self, update: State, plan: WidthPlan) -> Update:
         """A sub-model's update in global coordinates: its values, zero elsewhere, and the mask."""
         self._check(update, plan.shapes)
-        shapes = {name: tensor.shape for name, tensor in tensors_of(self.module).items()}
-        values = {n: u.new_zeros(shapes[n]) for n, u in update.items()}
-        masks = {n: torch.zeros(shapes[n], dtype=torch.bool) for n in update}
+        values = {n: u.new_zeros(self._shapes[n]) for n, u in update.items()}
+        masks = {n: torch.zeros(self._shapes[n], dtype=torch.bool) for n in update}
         for name, part in update.items():
             put(values[name], plan.index[name], part)
             put(masks[name], plan.index[name], torch.ones_like(part, dtype=torch.bool))
         return Update(values, masks)
 
-    def load(self, state: Mapping[str, Tensor]) -> None:
-        """Replace the global weights; buffers may be left out. Checked first, then all or none.
+    def load(self, state: State) -> None:
+        """Replace the global weights, all or none; buffers may be left out.
 
-        Of a tensor with several names the first one's value counts: updates come under that.
+        Of a tensor with several names, the value under the first one counts, as in updates.
         """
+        self._check(state, self._shapes)
         own = tensors_of(self.module)
-        self._check(state, {name: tensor.shape for name, tensor in own.items()})
         with torch.no_grad():
             for name, tensor in state.items():
                 first = self.coupling.aliases[name]
                 if name == first or first not in state:
                     own[name].copy_(tensor)
 
-    def _check(self, state: Mapping[str, Tensor], shapes: Mapping[str, Iterable[int]]) -> None:
-        """What is trained must be there, in its shape; all else may be."""
-        needed = [name for name, p in self.module.named_parameters() if p.requires_grad]
-        problems = [f"{name} is missing" for name in needed if name not in state]
+    def _check(self, state: State, shapes: Shapes) -> None:
+        """Every trained parameter must be there; every tensor must have its shape."""
+        problems = [f"{name} is missing" for name in self.trained_names if name not in state]
         problems += [f"{name} is not part of the model" for name in state if name not in shapes]
         problems += [
             f"{name} has shape {tuple(tensor.shape)} instead of {tuple(shapes[name])}"
@@ -170,12 +171,72 @@ class ElasticModel:
             raise ShapeMismatchError("this state does not fit the model: " + "; ".join(problems))
 
 
-def _consecutive(slot: Slot) -> bool:
-    return bool((np.diff(slot.index, axis=1) == 1).all())
+def _input_blocks(coupling: Coupling, shapes: Shapes) -> dict[str, int]:
+    """The matrices in which every input channel owns several consecutive columns."""
+    return {
+        slot.tensor: slot.owned
+        for group in coupling.groups
+        for slot in group.slots
+        if len(shapes[slot.tensor]) == 2 and slot.dim == 1 and slot.owned > 1
+        if (np.diff(slot.index, axis=1) == 1).all()
+    }
 
 
 def _at_least_two(example: Any) -> Any:
-    """A batch of one becomes two: dimensions of size one would hide structure."""
+    """Repeat a batch of one: a dimension of size one would hide structure."""
     if isinstance(example, Tensor) and example.dim() and example.shape[0] == 1:
         return example.repeat(2, *(1 for _ in example.shape[1:]))
     return example
+
+
+# --- BatchNorm statistics ---------------------------------------------------------------------
+
+RECALIBRATION_IMAGES = 1024
+
+
+def recalibrate(module: nn.Module, batches: Iterable[Tensor]) -> None:
+    """Set every BatchNorm's running statistics to their average over these batches, in place."""
+    norms = [
+        m
+        for m in module.modules()
+        if isinstance(m, nn.modules.batchnorm._BatchNorm) and m.track_running_stats
+    ]
+    if not norms:
+        return
+    first = next(remaining := iter(batches), None)
+    if first is None:
+        raise CalibrationError(
+            "no batch was given to measure BatchNorm statistics on; give at least one "
+            "(an exhausted generator yields none)"
+        )
+    with evaluation(module), _plain_average(norms):  # dropout stays off
+        for batch in chain([first], remaining):
+            module(batch)
+
+
+@contextmanager
+def _plain_average(norms: Sequence[nn.modules.batchnorm._BatchNorm]) -> Iterator[None]:
+    """Reset the statistics and average all batches equally."""
+    momenta = [norm.momentum for norm in norms]
+    try:
+        for norm in norms:
+            norm.reset_running_stats()
+            norm.momentum = None
+            norm.train()
+        yield
+    finally:
+        for norm, momentum in zip(norms, momenta, strict=True):
+            norm.momentum = momentum
+
+
+def calibration_batches(images: Tensor) -> Iterator[Tensor]:
+    """The training images on which BatchNorm statistics are measured (docs/decisions/0003).
+
+    They are drawn with a fixed seed: in a file sorted by class, the first images are all of one
+    class. A last batch of one is left out: it has no variance.
+    """
+    order = torch.randperm(len(images), generator=torch.Generator().manual_seed(0))
+    batches = torch.split(order[:RECALIBRATION_IMAGES], 128)
+    for batch in batches:
+        if len(batch) > 1 or len(batches) == 1:
+            yield images[batch.to(images.device)]

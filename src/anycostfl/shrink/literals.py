@@ -1,8 +1,8 @@
-"""Sizes written into a model's forward (`x.view(-1, 1024)`), rewritten for a sub-model.
+"""Literal sizes in a model's forward (`x.view(-1, 1024)`), rewritten for a sub-model.
 
-Where a cut model does not run because of such literals, its forward is captured as a torch.fx graph
-and the literals become what the trace says the dimension keeps. The result is still an nn.Module
-with the same parameters under the same names.
+If such literals break a cut model, its forward is captured as a torch.fx graph and each literal is
+replaced by the size that the trace predicts. The result is still an nn.Module with the same
+parameters under the same names.
 """
 
 from __future__ import annotations
@@ -17,14 +17,16 @@ import torch.nn.functional as F
 from torch import Tensor, fx, nn
 from torch.utils._pytree import tree_leaves
 
-from anycostfl.coupling import Coupling, evaluation, trace
+from anycostfl.coupling import trace
+from anycostfl.coupling.result import Coupling
+from anycostfl.coupling.tracer import evaluation
 from anycostfl.state import tensors_of
 
 Sizes = Mapping[str, Sequence[int]]
 
 
 def as_graph(model: nn.Module, inputs: Sequence[Any]) -> fx.GraphModule | None:
-    """The model's forward as a graph, or None where that would not be the same model."""
+    """Capture the model's forward as a graph; None if the graph would be another model."""
     mode = model.training
     try:
         training, evaluating = (fx.symbolic_trace(model.train(flag)) for flag in (True, False))
@@ -32,19 +34,19 @@ def as_graph(model: nn.Module, inputs: Sequence[Any]) -> fx.GraphModule | None:
         return None
     finally:
         model.train(mode)
-    same_code = training.code == evaluating.code  # else the mode would be frozen in
+    same_code = training.code == evaluating.code  # else the graph would fix the mode
     same_names = _names(training) == _names(model)
     training.train(mode)
     return training if same_code and same_names and _agree(model, training, inputs) else None
 
 
 def _names(model: nn.Module) -> tuple[list[str], list[str]]:
-    """Of what is saved and of what there is: a graph saves all of its buffers."""
+    """The names of saved tensors and of all tensors: a graph saves every buffer."""
     return list(model.state_dict()), list(tensors_of(model))
 
 
 def _agree(model: nn.Module, graph: nn.Module, inputs: Sequence[Any]) -> bool:
-    """Whether both return the same: capture takes None for a tensor and passes by hooks."""
+    """Whether both return the same: capture treats None as a tensor and ignores hooks."""
     try:
         with silent(), evaluation(model), evaluation(graph):
             ours, theirs = tree_leaves(model(*inputs)), tree_leaves(graph(*inputs))
@@ -58,12 +60,12 @@ def _same(a: Any, b: Any) -> bool:
 
 
 def silent() -> AbstractContextManager[object]:
-    """A captured graph prints where it failed before it raises; in a trial nobody wants that."""
+    """Discard stderr: a captured graph prints where it failed before it raises."""
     return redirect_stderr(io.StringIO())
 
 
 def trace_graph(graph: fx.GraphModule, inputs: Sequence[Any]) -> Coupling:
-    """Trace a graph, watching the tensor that each of its nodes returns."""
+    """Trace a graph and watch the tensor that each of its nodes returns."""
     interpreter = fx.Interpreter(graph, garbage_collect_values=False)
 
     def watch() -> dict[str, Tensor]:
@@ -74,7 +76,7 @@ def trace_graph(graph: fx.GraphModule, inputs: Sequence[Any]) -> Coupling:
 
 
 def rewrite(graph: fx.GraphModule, sizes: Sizes) -> None:
-    """Replace literal sizes by those each node's result should have, in place."""
+    """Replace literal sizes by those that each node should return, in place."""
     for node in graph.graph.nodes:
         shape = sizes.get(node.name)
         if shape is not None and node.target in SHAPED:

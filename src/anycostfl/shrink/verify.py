@@ -1,89 +1,70 @@
-"""A trace checks itself before anyone relies on it.
+"""A trace is verified on the real model before it is used.
 
-Two experiments on the real model. First, moving channels must not move the output: a group that
-does when it is turned or shuffled is pinned. Second, a cut must follow the trace: at random widths
-and at the narrowest, every module of the sub-model, and whatever slices, splits or reshapes, must
-return the shapes that the trace predicts, and the sub-model must run in training too. If one does
-not, each dial is also cut alone, lest a remedy pass by luck. The remedies, in this order: a single
-channel is not enough and two are, or the groups of that module turn together (one dial), or the
-model's literal sizes are rewritten, with or without one dial, or those groups are pinned.
+Two experiments. First, permuting channels must not change the output: a group whose rotation or
+shuffle changes it is pinned. Second, a cut must match the trace: at random widths and at the
+narrowest, every module of the sub-model, and every slice, split or reshape, must return the shapes
+that the trace predicts, and the sub-model must run in training mode, too. If one does not, each
+width is also cut alone, so that no repair passes by luck. The repairs, in this order: keep at least
+two channels, tie the widths of the failing module, rewrite the model's literal sizes (with or
+without tied widths), pin the groups.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor, fx, nn
-from torch.utils._pytree import tree_leaves
 
-from anycostfl.coupling import Coupling, Observer, Reason, evaluation, follow, practice, trace
-from anycostfl.shrink.cut import cut, fix_bare_norm
-from anycostfl.shrink.literals import as_graph, rewrite, silent, trace_graph
-from anycostfl.shrink.order import Order, permute
-from anycostfl.shrink.widths import Dial, regions
-from anycostfl.state import tensors_of
+from anycostfl.coupling import trace
+from anycostfl.coupling.atoms import Reason
+from anycostfl.coupling.result import Coupling, Widths
+from anycostfl.coupling.tracer import Observer, evaluation, follow, tensors_in, train_mode
+from anycostfl.shrink.cut import CutSpec, Order, permute
+from anycostfl.shrink.literals import as_graph, silent, trace_graph
+from anycostfl.shrink.widths import TiedWidths, Ties, regions
+from anycostfl.state import State, tensors_of
 
 TOLERANCE = 1e-5
-"""How far permuted channels may move the output, relative to its largest entry."""
+"""How far permuted channels may change the output, relative to its largest entry."""
 
 TRIALS = 2
-"""Random widths, beside the narrowest."""
-
-State = dict[str, Tensor]
+"""Random widths, in addition to the narrowest."""
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Recipe:
-    """How to cut a model: what to copy, its coupling, and which groups turn together."""
-
-    source: nn.Module
-    coupling: Coupling
-    dials: tuple[Dial, ...]
-
-    def build(self, widths: Mapping[str, int]) -> nn.Module:
-        """The sub-model of these widths."""
-        small = cut(self.source, regions(self.coupling, widths, tensors_of(self.source)))
-        if isinstance(small, fx.GraphModule):
-            watched = self.coupling.watched.items()
-            rewrite(small, {name: [round(e.at(widths)) for e in dims] for name, dims in watched})
-        for call in self.coupling.returned:
-            fix_bare_norm(small.get_submodule(call.module), call.at(widths))
-        return small
-
-
-def verified_recipe(model: nn.Module, inputs: Sequence[Any]) -> Recipe:
+def verified_spec(model: nn.Module, inputs: Sequence[Any]) -> CutSpec:
     """Trace a model and keep only what both experiments confirm."""
-    coupling = pin_movers(model, inputs, trace(model, inputs))
-    recipe = Recipe(model, coupling, _free_dials(coupling))
-    if first_failure(recipe, inputs, alone=False) is None:
-        return recipe
-    failure = first_failure(recipe, inputs)
+    coupling = pin_order_dependent(model, inputs, trace(model, inputs))
+    spec = CutSpec(model, coupling, _untied(coupling))
+    if first_failure(spec, inputs, alone=False) is None:
+        return spec
+    failure = first_failure(spec, inputs)
     while failure is not None:
-        recipe, failure = _mend(recipe, failure, model, inputs)
-    return recipe
+        spec, failure = _repair(spec, failure, model, inputs)
+    return spec
 
 
-def _free_dials(coupling: Coupling) -> tuple[Dial, ...]:
-    return tuple(Dial(((group.name, group.size),)) for group in coupling.groups)
+def _untied(coupling: Coupling) -> Ties:
+    return tuple(TiedWidths(((group.name, group.size),)) for group in coupling.groups)
 
 
-# --- moving channels must not move the output ---------------------------------------------------
+# --- permuting channels must not change the output ---------------------------------------------
 
 
-def pin_movers(model: nn.Module, inputs: Sequence[Any], coupling: Coupling) -> Coupling:
-    """Pin every group whose channels are not exchangeable after all."""
+def pin_order_dependent(model: nn.Module, inputs: Sequence[Any], coupling: Coupling) -> Coupling:
+    """Pin every group whose channels turn out not to be exchangeable."""
     with evaluation(model):
         names = [group.name for group in coupling.groups]
         if _displacement(model, inputs, coupling, names) <= TOLERANCE:
             return coupling
         for name in names:
             moved = _displacement(model, inputs, coupling, [name])
-            if not moved <= TOLERANCE:
-                why = f"moving its channels moved the output by {moved:.1e}"
+            if not moved <= TOLERANCE:  # also true for NaN
+                why = f"permuting its channels changed the output by {moved:.1e}"
                 coupling = coupling.freeze([name], Reason("permutation", "", why))
     return coupling
 
@@ -91,49 +72,48 @@ def pin_movers(model: nn.Module, inputs: Sequence[Any], coupling: Coupling) -> C
 def _displacement(
     model: nn.Module, inputs: Sequence[Any], coupling: Coupling, names: Sequence[str]
 ) -> float:
-    """How far the output moves, relative to its size, when these groups are turned or shuffled."""
+    """The relative change of the output when these groups are rotated or shuffled."""
     generator = torch.Generator().manual_seed(0)
     own = {n: t for n, t in tensors_of(model).items() if coupling.aliases[n] == n}
-    state = _stirred(own, generator)
-    turned = {g.name: torch.arange(g.size).roll(int(g.name in names)) for g in coupling.groups}
+    state = _perturbed(own, generator)
+    rotated = {g.name: torch.arange(g.size).roll(int(g.name in names)) for g in coupling.groups}
     shuffled = {
         name: places[torch.randperm(len(places), generator=generator)] if name in names else places
-        for name, places in turned.items()
+        for name, places in rotated.items()
     }
-    return max(_moved(model, inputs, coupling, state, order) for order in (turned, shuffled))
+    return max(_change(model, inputs, coupling, state, order) for order in (rotated, shuffled))
 
 
-def _moved(
+def _change(
     model: nn.Module, inputs: Sequence[Any], coupling: Coupling, state: State, order: Order
 ) -> float:
-    """How far the output moves by one order of channels."""
-    moved = _distance(model, inputs, state, permute(coupling, state, order))
-    if moved <= TOLERANCE:
-        return moved
-    # Deep models can lose this much to rounding: look again with twice the digits.
-    state = {n: x.double() if x.is_floating_point() else x for n, x in state.items()}
+    """The largest relative difference of the output under one order of channels."""
+
+    def difference(state: State) -> float:
+        states = state, permute(coupling, state, order)
+        before, after = (torch.cat(_outputs(model, s, inputs)) for s in states)
+        return float((before - after).abs().max() / before.abs().max().clamp(min=1e-30))
+
+    found = difference(state)
+    if found <= TOLERANCE:
+        return found
+    # Rounding alone can change the output of a deep model this much: repeat in float64.
     try:
-        return _distance(model, inputs, state, permute(coupling, state, order))
-    except RuntimeError:  # a model that insists on a dtype of its own
-        return moved
+        return difference({n: x.double() if x.is_floating_point() else x for n, x in state.items()})
+    except RuntimeError:  # the model requires its own dtype
+        return found
 
 
-def _distance(model: nn.Module, inputs: Sequence[Any], state: State, moved: State) -> float:
-    """The largest difference between the outputs of two states, relative to the largest output."""
-    before, after = (torch.cat(_outputs(model, s, inputs)) for s in (state, moved))
-    return float((before - after).abs().max() / before.abs().max().clamp(min=1e-30))
-
-
-def _stirred(state: Mapping[str, Tensor], generator: torch.Generator) -> dict[str, Tensor]:
-    """The state with some noise: layers fresh from their maker are often all zeros or ones."""
-    stirred = {}
+def _perturbed(state: State, generator: torch.Generator) -> dict[str, Tensor]:
+    """Add noise: freshly initialised layers are often all zeros or ones."""
+    perturbed = {}
     for name, tensor in state.items():
-        stirred[name] = tensor.detach()
+        perturbed[name] = tensor.detach()
         if tensor.is_floating_point() and tensor.numel():
             scale = 0.1 * (tensor.detach().square().mean().sqrt() + 0.1)
             noise = torch.rand(tensor.shape, generator=generator).to(tensor)
-            stirred[name] = tensor.detach() + scale * noise  # upwards: variances stay positive
-    return stirred
+            perturbed[name] = tensor.detach() + scale * noise  # upwards: variances stay positive
+    return perturbed
 
 
 def _outputs(model: nn.Module, state: State, inputs: Sequence[Any]) -> list[Tensor]:
@@ -141,11 +121,11 @@ def _outputs(model: nn.Module, state: State, inputs: Sequence[Any]) -> list[Tens
     given = tuple(
         x.to(dtype) if isinstance(x, Tensor) and x.is_floating_point() else x for x in inputs
     )
-    result = torch.func.functional_call(model, state, given)
-    return [x.double().flatten() for x in tree_leaves(result) if isinstance(x, Tensor)]
+    result = torch.func.functional_call(model, dict(state), given)
+    return [x.double().flatten() for x in tensors_in(result)]
 
 
-# --- a cut must follow the trace ---------------------------------------------------------------
+# --- a cut must match the trace ----------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,113 +137,112 @@ class Failure:
     message: str
 
 
-def first_failure(recipe: Recipe, inputs: Sequence[Any], *, alone: bool = True) -> Failure | None:
-    """Try cuts at several widths; the earliest failure of any, or None."""
+def first_failure(spec: CutSpec, inputs: Sequence[Any], *, alone: bool = True) -> Failure | None:
+    """Try cuts at several widths; return the earliest failure, or None."""
     failures = []
-    for chosen in _positions(recipe.dials, alone=alone) if recipe.dials else []:
+    for chosen in _positions(spec.ties, alone=alone) if spec.ties else []:
         widths: dict[str, int] = {}
-        for dial, position in zip(recipe.dials, chosen, strict=True):
-            widths |= dial.widths(position)
-        failure = _try_cut(recipe, widths, inputs)
+        for tied, position in zip(spec.ties, chosen, strict=True):
+            widths |= tied.widths(position)
+        failure = _try_cut(spec, widths, inputs)
         if failure is not None:
             failures.append(failure)
     return min(failures, key=lambda failure: failure.position, default=None)
 
 
-def _positions(dials: Sequence[Dial], *, alone: bool) -> list[list[int]]:
-    """Where to turn the dials: all to their least, at random, and perhaps each one alone."""
+def _positions(ties: Ties, *, alone: bool) -> list[list[int]]:
+    """The cuts to try: all at their narrowest, random ones, and optionally each width alone."""
     random = np.random.default_rng(0)
-    positions = [[dial.least for dial in dials]]
+    positions = [[tied.least for tied in ties]]
     positions += [
-        [int(random.integers(d.least, max(d.steps, d.least + 1))) for d in dials]
+        [int(random.integers(t.least, max(t.steps, t.least + 1))) for t in ties]
         for _ in range(TRIALS)
     ]
     if alone:
-        positions += [[d.least if d is one else d.steps for d in dials] for one in dials]
+        positions += [[t.least if t is one else t.steps for t in ties] for one in ties]
     return positions
 
 
-def _try_cut(recipe: Recipe, widths: Mapping[str, int], inputs: Sequence[Any]) -> Failure | None:
-    expected = [(e.module, e.at(widths)) for e in recipe.coupling.returned]
+def _try_cut(spec: CutSpec, widths: Widths, inputs: Sequence[Any]) -> Failure | None:
+    expected = [(e.module, e.at(widths)) for e in spec.coupling.returned]
     try:
-        small = recipe.build(widths)
+        shapes = {name: tensor.shape for name, tensor in tensors_of(spec.source).items()}
+        small = spec.build(widths, regions(spec.coupling, widths, shapes))
     except Exception as error:
         return Failure(-1, "", f"cannot be copied: {error}")
     observer = Observer()
-    message = _run(small, inputs, observer)
+    # The contexts of the trace, so that the same calls are seen.
+    message = _error(
+        small, inputs, evaluation(small, plain=True), follow(small, observer), observer
+    )
     seen = [(o.module, o.shapes) for o in observer.outputs]
     for position, (wanted, got) in enumerate(zip(expected, seen, strict=False)):
         if wanted != got:
-            return Failure(position, got[0], f"returned {got[1]} where {wanted[1]} was expected")
+            return Failure(position, got[0], f"returned {got[1]} instead of {wanted[1]}")
     if message is not None:
         module = expected[len(seen)][0] if len(seen) < len(expected) else ""
         return Failure(len(seen), module, message)
-    if not _practises(small, inputs) and _practises(recipe.source, inputs):
+    trains = _error(small, inputs, train_mode(small)) is None
+    if not trains and _error(spec.source, inputs, train_mode(spec.source)) is None:
         return Failure(len(seen), "", "does not run in training mode")
     return None
 
 
-def _run(model: nn.Module, inputs: Sequence[Any], observer: Observer) -> str | None:
-    """Let the model run as when it was traced; the message if it fails on the way."""
+def _error(
+    model: nn.Module, inputs: Sequence[Any], *modes: AbstractContextManager[Any]
+) -> str | None:
+    """Run the model in these contexts; return the first line of its error, if it fails."""
     try:
-        with silent(), evaluation(model, plain=True), follow(model, observer), observer:
+        with silent(), ExitStack() as stack:
+            for mode in modes:
+                stack.enter_context(mode)
             model(*inputs)
     except Exception as error:
         return str(error).partition("\n")[0]
     return None
 
 
-def _practises(model: nn.Module, inputs: Sequence[Any]) -> bool:
-    try:
-        with silent(), practice(model):
-            model(*inputs)
-    except Exception:
-        return False
-    return True
+# --- repairs -----------------------------------------------------------------------------------
 
 
-# --- what to do about a failure ----------------------------------------------------------------
-
-
-def _mend(
-    recipe: Recipe, failure: Failure, model: nn.Module, inputs: Sequence[Any]
-) -> tuple[Recipe, Failure | None]:
-    """The first remedy that gets further than the failure; see the module docstring."""
-    names = _groups_of(recipe, failure.module)
-    for remedy in (_two_at_least(recipe, names), _turn_together(recipe, names)):
-        after = first_failure(remedy, inputs)
+def _repair(
+    spec: CutSpec, failure: Failure, model: nn.Module, inputs: Sequence[Any]
+) -> tuple[CutSpec, Failure | None]:
+    """Apply the first repair that gets further than the failure; see the module docstring."""
+    names = _groups_of(spec, failure.module)
+    for repaired in (_two_at_least(spec, names), _tied(spec, names)):
+        after = first_failure(repaired, inputs)
         if after is None or after.position > failure.position:
-            return remedy, after
-    if recipe.source is model and (graph := as_graph(model, inputs)) is not None:
-        rewritten = _through_graph(recipe, graph, inputs)
-        names_there = _groups_of(rewritten, failure.module)
-        for remedy in (rewritten, _turn_together(rewritten, names_there)):
-            after = first_failure(remedy, inputs)
+            return repaired, after
+    if spec.source is model and (graph := as_graph(model, inputs)) is not None:
+        rewritten = _through_graph(spec, graph, inputs)
+        for repaired in (rewritten, _tied(rewritten, _groups_of(rewritten, failure.module))):
+            after = first_failure(repaired, inputs)
             if after is None or after.module != failure.module:
-                return remedy, after
+                return repaired, after
     reason = Reason("cut", failure.module, f"a narrower copy fails: {failure.message}")
-    for pinned in [*({name} for name in sorted(names)), names]:  # one if it is enough, or all
-        smaller = _without(recipe, pinned, reason)
-        after = first_failure(smaller, inputs)
+    for pinned in [*({name} for name in sorted(names)), names]:  # one if that is enough, or all
+        repaired = _pinned(spec, pinned, reason)
+        after = first_failure(repaired, inputs)
         if after is None or after.position > failure.position:
             break
-    return smaller, after
+    return repaired, after
 
 
-def _through_graph(recipe: Recipe, graph: fx.GraphModule, inputs: Sequence[Any]) -> Recipe:
-    """The same recipe with the forward captured as a graph, whose literals can be rewritten."""
-    coupling = pin_movers(graph, inputs, trace_graph(graph, inputs))
-    same = coupling.full() == recipe.coupling.full()
-    return Recipe(graph, coupling, recipe.dials if same else _free_dials(coupling))
+def _through_graph(spec: CutSpec, graph: fx.GraphModule, inputs: Sequence[Any]) -> CutSpec:
+    """The same spec with the forward captured as a graph, whose literals can be rewritten."""
+    coupling = pin_order_dependent(graph, inputs, trace_graph(graph, inputs))
+    same = coupling.full() == spec.coupling.full()
+    return CutSpec(graph, coupling, spec.ties if same else _untied(coupling))
 
 
-def _groups_of(recipe: Recipe, module: str) -> set[str]:
-    """The groups that run through a module's own tensors; of its parents' if it has none."""
+def _groups_of(spec: CutSpec, module: str) -> set[str]:
+    """The groups of a module's own tensors; of its parent's if it has none."""
     while True:
         prefix = f"{module}." if module else ""
         found = {
             group.name
-            for group in recipe.coupling.groups
+            for group in spec.coupling.groups
             for slot in group.slots
             if slot.tensor.startswith(prefix)
         }
@@ -272,28 +251,27 @@ def _groups_of(recipe: Recipe, module: str) -> set[str]:
         module = module.rpartition(".")[0]
 
 
-def _two_at_least(recipe: Recipe, names: set[str]) -> Recipe:
-    """Let no dial of these groups go down to its last position."""
-    dials = (
-        replace(dial, least=min(2, dial.steps))
-        if names & {name for name, _ in dial.sizes}
-        else dial
-        for dial in recipe.dials
-    )
-    return replace(recipe, dials=tuple(dials))
+def _holds(tied: TiedWidths, names: set[str]) -> bool:
+    return any(name in names for name, _ in tied.sizes)
 
 
-def _turn_together(recipe: Recipe, names: set[str]) -> Recipe:
-    """Merge the dials of these groups into one."""
-    merged = [dial for dial in recipe.dials if names & {name for name, _ in dial.sizes}]
-    one = Dial(tuple(size for dial in merged for size in dial.sizes))
+def _two_at_least(spec: CutSpec, names: set[str]) -> CutSpec:
+    """Keep these groups above their narrowest position."""
+    ties = (replace(t, least=min(2, t.steps)) if _holds(t, names) else t for t in spec.ties)
+    return replace(spec, ties=tuple(ties))
+
+
+def _tied(spec: CutSpec, names: set[str]) -> CutSpec:
+    """Tie the widths of these groups."""
+    merged = [tied for tied in spec.ties if _holds(tied, names)]
+    one = TiedWidths(tuple(size for tied in merged for size in tied.sizes))
     if len(merged) < 2 or one.steps < 2:
-        return recipe
-    return replace(recipe, dials=(one, *(d for d in recipe.dials if d not in merged)))
+        return spec
+    return replace(spec, ties=(one, *(tied for tied in spec.ties if tied not in merged)))
 
 
-def _without(recipe: Recipe, names: set[str], reason: Reason) -> Recipe:
-    """Pin these groups."""
-    kept = tuple(d for d in recipe.dials if not names & {name for name, _ in d.sizes})
-    lost = {name for d in recipe.dials if d not in kept for name, _ in d.sizes}
-    return Recipe(recipe.source, recipe.coupling.freeze(lost, reason), kept)
+def _pinned(spec: CutSpec, names: set[str], reason: Reason) -> CutSpec:
+    """Pin these groups, and those tied to them."""
+    kept = tuple(tied for tied in spec.ties if not _holds(tied, names))
+    lost = {name for tied in spec.ties if tied not in kept for name, _ in tied.sizes}
+    return CutSpec(spec.source, spec.coupling.freeze(lost, reason), kept)

@@ -1,54 +1,59 @@
 """Width plans (Sec. III-B.2): how wide each group of a sub-model is, and which indices that keeps.
 
 `sqrt` is the paper's rule: every hidden width times √α, at least one channel. `fast` walks down a
-chain of widths that the hardware likes and stops where the FLOPs are α of the full model's, so that
-time falls with α. `even` is the same without the half steps that keep the chain fine: coarser, but
-no width is slower than a wider one. All are monotone in α: a narrower sub-model is contained in a
-wider one.
+chain of hardware-friendly widths and stops where the FLOPs are at most α of the full model's, so
+that time falls with α. `even` is the same without the half steps that keep the chain fine: coarser,
+but no width is slower than a wider one. All are monotone in α: a narrower sub-model is contained in
+a wider one.
 
 Deviation: first and last layers scale with √α only, so the FLOPs of `sqrt` are not exactly α.
-`WidthPlan.flops_ratio` says what they are. A model without a matrix product (matrix factorisation)
-has no FLOPs to count; its ratio is the share of channels.
+`WidthPlan.flops_ratio` gives the exact value. A model without a matrix product (matrix
+factorisation) has no FLOPs to count; its ratio is the share of channels.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from functools import lru_cache
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property, partial
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from anycostfl.coupling import Coupling, Widths
+from anycostfl.coupling.result import Coupling, Widths
 from anycostfl.errors import AlphaError, NotShrinkableError
 
 Region = tuple[slice | Tensor, ...]
-"""Which indices of a global tensor a sub-model holds, per dimension; slices wherever a prefix."""
+"""The indices of a global tensor that a sub-model holds, per dimension; a slice for a prefix."""
+
+Shapes = Mapping[str, Sequence[int]]
 
 
 @dataclass(frozen=True, slots=True)
-class Dial:
-    """Groups that turn together: at position p of `steps`, each keeps the share p / steps.
+class TiedWidths:
+    """Groups whose widths are tied: at position p of `steps`, each keeps the fraction p / steps.
 
-    Most dials hold one group. Groups whose sizes a model relates by arithmetic of its own (a
-    transformer's width = heads · head size) share one, so that the relation survives every cut.
+    Most hold a single group. Groups that a model relates by its own arithmetic (a transformer's
+    width = heads · head size) are tied, so that the relation holds in every sub-model.
     """
 
     sizes: tuple[tuple[str, int], ...]
-    least: int = 1  # the narrowest position at which the model works
+    least: int = 1  # the narrowest position at which the model runs
 
     @property
     def steps(self) -> int:
-        """How many positions the dial has."""
+        """The number of positions."""
         return math.gcd(*(size for _, size in self.sizes))
 
     def widths(self, position: int) -> dict[str, int]:
         """The width of each group at a position."""
         return {name: size // self.steps * position for name, size in self.sizes}
+
+
+Ties = tuple[TiedWidths, ...]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -62,101 +67,82 @@ class WidthPlan:
     flops_ratio: float
 
 
-def check_alpha(alpha: float) -> float:
-    """The factor itself if it lies in (0, 1]; otherwise an error that says so."""
-    if not 0 < alpha <= 1:  # also false for NaN
-        raise AlphaError(f"alpha must be above 0 and at most 1, not {alpha}")
-    return float(alpha)
-
-
 # --- rules ------------------------------------------------------------------------------------
 
-WidthRule = Callable[[Coupling, tuple[Dial, ...], float], dict[str, int]]
 
-
-def sqrt_rule(_coupling: Coupling, dials: tuple[Dial, ...], alpha: float) -> dict[str, int]:
+def sqrt_widths(ties: Ties, alpha: float) -> Widths:
     """The paper's rule: each width times √α, rounded down, at least one."""
     scale = math.sqrt(alpha)
     widths: dict[str, int] = {}
-    for dial in dials:
-        widths |= dial.widths(max(dial.least, math.floor(scale * dial.steps + 1e-9)))
+    for tied in ties:
+        widths |= tied.widths(max(tied.least, math.floor(scale * tied.steps + 1e-9)))
     return widths
 
 
-def fast_rule(coupling: Coupling, dials: tuple[Dial, ...], alpha: float) -> dict[str, int]:
-    """The widest link of the chain whose training FLOPs are at most α of the full model's."""
-    return _widest(_chain(coupling, dials, halving=True), alpha)
+Link = tuple[float, Widths]
+"""One step of a chain: the ratio of FLOPs, and the width of every group."""
 
 
-def even_rule(coupling: Coupling, dials: tuple[Dial, ...], alpha: float) -> dict[str, int]:
-    """The same on the chain of whole steps."""
-    return _widest(_chain(coupling, dials, halving=False), alpha)
+def chain_widths(chain: Sequence[Link], alpha: float) -> Widths:
+    """The widest link of a chain whose training FLOPs are at most α of the full model's."""
+    fitting = (widths for ratio, widths in chain if ratio <= alpha * (1 + 1e-9))
+    return next(fitting, chain[-1][1])
 
 
-def _widest(chain: tuple[Link, ...], alpha: float) -> dict[str, int]:
-    for ratio, widths in chain:
-        if ratio <= alpha * (1 + 1e-9):
-            return dict(widths)
-    return dict(chain[-1][1])
+WidthRule = Callable[[Coupling, Ties], Callable[[float], Widths]]
 
-
-RULES: dict[str, WidthRule] = {"sqrt": sqrt_rule, "fast": fast_rule, "even": even_rule}
+RULES: dict[str, WidthRule] = {
+    "sqrt": lambda _coupling, ties: partial(sqrt_widths, ties),
+    "fast": lambda coupling, ties: partial(chain_widths, width_chain(coupling, ties, halving=True)),
+    "even": lambda coupling, ties: partial(
+        chain_widths, width_chain(coupling, ties, halving=False)
+    ),
+}
+"""By name: what a model's widths are, as a function of α."""
 
 FRIENDLY = ((128, 16), (32, 8), (16, 4), (8, 2), (0, 1))
-"""(from this many channels, widths in multiples of): what vector units and caches like.
+"""(from this many channels, widths in multiples of): sizes that suit vector units and caches.
 
-Wide layers move in steps of a cache line; narrow ones in half steps, for 16 of 64 channels at once
-would leave gaps in the chain.
+Wide layers move in steps of a cache line, narrow ones in half steps: dropping 16 of 64 channels at
+once would leave gaps in the chain.
 """
 
 
-Link = tuple[float, tuple[tuple[str, int], ...]]
-"""One stop on the way from wide to narrow: the ratio of FLOPs, and every group's width."""
+def width_chain(coupling: Coupling, ties: Ties, *, halving: bool) -> list[Link]:
+    """Walk from full width downwards, one tie and one friendly step at a time.
 
-
-@lru_cache(maxsize=64)
-def _chain(coupling: Coupling, dials: tuple[Dial, ...], *, halving: bool) -> tuple[Link, ...]:
-    """From full width downwards, one dial and one friendly step at a time.
-
-    Each step narrows the dial that is relatively widest after it, so that all shrink in
-    proportion; among equals the one that saves the fewest FLOPs. With halving, a step that would
-    save more than a tenth is halved, friendly or not.
+    Each step narrows the tie that is relatively widest after it, so that all shrink in proportion;
+    among equals, the one that saves the fewest FLOPs. With halving, a step that would save more
+    than a tenth is halved, friendly or not.
     """
-    position = {dial: dial.steps for dial in dials}
-    channels = _channels(coupling)
+    position = {tied: tied.steps for tied in ties}
 
-    def link(at: Mapping[Dial, int]) -> Link:
-        widths = {n: w for dial, p in at.items() for n, w in dial.widths(p).items()}
-        return coupling.share(widths), tuple(widths.items())
+    def link(at: Mapping[TiedWidths, int]) -> Link:
+        widths = {n: w for tied, p in at.items() for n, w in tied.widths(p).items()}
+        return coupling.share(widths), widths
 
     chain = [link(position)]
+    rows = {g.name: next(s.owned for s in g.slots if s.produces) for g in coupling.groups}
     while True:
         options = []
-        for order, dial in enumerate(dials):
-            lower = _next_position(dial, position[dial], channels)
-            if lower >= dial.least:
-                ratio, _ = link({**position, dial: lower})
-                options.append((-lower / dial.steps, -ratio, order, lower))
+        for order, tied in enumerate(ties):
+            lower = _next_position(tied, position[tied], rows[tied.sizes[0][0]])
+            if lower >= tied.least:
+                ratio, _ = link({**position, tied: lower})
+                options.append((-lower / tied.steps, -ratio, order, lower))
         if not options:
-            return tuple(chain)
+            return chain
         _, saved, order, lower = min(options)
         if halving and -saved < 0.9 * chain[-1][0]:
-            lower = (position[dials[order]] + lower) // 2
-        position[dials[order]] = lower
+            lower = (position[ties[order]] + lower) // 2
+        position[ties[order]] = lower
         chain.append(link(position))
 
 
-def _channels(coupling: Coupling) -> dict[str, int]:
-    """How many rows of its first producing weight one channel of each group stands for."""
-    return {g.name: next(s.owned for s in g.slots if s.produces) for g in coupling.groups}
-
-
-def _next_position(dial: Dial, position: int, channels: Mapping[str, int]) -> int:
-    """The next friendly position below, or 0 at the end of the dial."""
-    name, size = dial.sizes[0]
-    rows = size // dial.steps * channels[name]  # rows per position
-    total = rows * dial.steps
-    multiple = next(m for least, m in FRIENDLY if total >= least)
+def _next_position(tied: TiedWidths, position: int, rows_per_channel: int) -> int:
+    """The next friendly position below, or 0 at the end; rows are those of the first group."""
+    rows = tied.sizes[0][1] // tied.steps * rows_per_channel  # per position
+    multiple = next(m for least, m in FRIENDLY if rows * tied.steps >= least)
     lower = position - 1
     while lower > 0 and (rows * lower) % multiple:
         lower -= 1
@@ -165,65 +151,84 @@ def _next_position(dial: Dial, position: int, channels: Mapping[str, int]) -> in
 
 # --- plans ------------------------------------------------------------------------------------
 
-
-def make_plan(
-    coupling: Coupling,
-    dials: tuple[Dial, ...],
-    state: Mapping[str, Tensor],
-    alpha: float,
-    rule: WidthRule,
-) -> WidthPlan:
-    """Plan the sub-model of factor α of a model whose tensors are given by name."""
-    if check_alpha(alpha) < 1 and not dials:
-        raise NotShrinkableError(_why_not(coupling))
-    widths = coupling.full() if alpha == 1 else rule(coupling, dials, alpha)
-    index = regions(coupling, widths, state)
-    return WidthPlan(
-        alpha=alpha,
-        widths=widths,
-        index=index,
-        shapes={name: tuple(take(state[name], index[name]).shape) for name in state},
-        flops_ratio=coupling.share(widths),
-    )
+MOST_PLANS = 512
+"""Plans a model remembers; one of ResNet-18 takes about 30 kB."""
 
 
-def _why_not(coupling: Coupling) -> str:
-    reasons = "; ".join(sorted({str(pin.reason) for pin in coupling.pins}))
-    return (
-        "this model has no channel that can be dropped, so only alpha = 1 is possible. "
-        f"Pinned: {reasons or 'it has no weights'}"
-    )
+class WidthPlanner:
+    """Plans the sub-models of one model.
+
+    A plan depends on α only through its widths, so plans are cached by width.
+    """
+
+    def __init__(self, coupling: Coupling, ties: Ties, shapes: Shapes, rule: str) -> None:
+        self._coupling = coupling
+        self._ties = ties
+        self._shapes = shapes
+        self._rule = rule
+        self._full = coupling.full()
+        self._plans: dict[tuple[tuple[str, int], ...], WidthPlan] = {}
+
+    @cached_property
+    def _widths(self) -> Callable[[float], Widths]:
+        """Resolved on first use: a chain takes a while on a large model."""
+        return RULES[self._rule](self._coupling, self._ties)
+
+    def plan(self, alpha: float) -> WidthPlan:
+        """Plan the sub-model of factor α."""
+        if not 0 < alpha <= 1:  # also false for NaN
+            raise AlphaError(f"alpha must be above 0 and at most 1, not {alpha}")
+        if alpha < 1 and not self._ties:
+            reasons = "; ".join(sorted({str(pin.reason) for pin in self._coupling.pins}))
+            raise NotShrinkableError(
+                "this model has no channel that can be dropped, so only alpha = 1 is possible. "
+                f"Pinned: {reasons or 'it has no weights'}"
+            )
+        widths = self._full if alpha == 1 else self._widths(alpha)
+        key = tuple(widths.items())
+        if key not in self._plans:
+            if len(self._plans) == MOST_PLANS:
+                del self._plans[next(iter(self._plans))]  # the oldest
+            index = regions(self._coupling, widths, self._shapes)
+            shapes = {name: tuple(map(_length, region)) for name, region in index.items()}
+            ratio = self._coupling.share(widths)
+            self._plans[key] = WidthPlan(alpha, widths, index, shapes, ratio)
+        return replace(self._plans[key], alpha=alpha)
 
 
-def regions(coupling: Coupling, widths: Widths, state: Mapping[str, Tensor]) -> dict[str, Region]:
-    """Which indices every tensor keeps at these widths."""
+def regions(coupling: Coupling, widths: Widths, shapes: Shapes) -> dict[str, Region]:
+    """The indices that every tensor keeps at these widths, given the full shapes."""
     kept: dict[tuple[str, int], NDArray[np.bool_]] = {}
-    shapes = {coupling.aliases[name]: tensor.shape for name, tensor in state.items()}
+    own_shapes = {coupling.aliases[name]: shape for name, shape in shapes.items()}
     for group in coupling.groups:
         for slot in group.slots:
-            if slot.tensor in shapes:
-                every = np.ones(shapes[slot.tensor][slot.dim], np.bool_)
+            if slot.tensor in own_shapes:
+                every = np.ones(own_shapes[slot.tensor][slot.dim], np.bool_)
                 keeps = kept.setdefault((slot.tensor, slot.dim), every)
                 keeps[slot.index[widths[group.name] :]] = False
     return {
         name: tuple(
-            _span(kept.get((coupling.aliases[name], dim)), size)
-            for dim, size in enumerate(tensor.shape)
+            _span(kept.get((coupling.aliases[name], dim)), size) for dim, size in enumerate(shape)
         )
-        for name, tensor in state.items()
+        for name, shape in shapes.items()
     }
 
 
 def _span(kept: NDArray[np.bool_] | None, size: int) -> slice | Tensor:
-    """A slice if the kept positions come first, otherwise their indices."""
+    """A slice if the kept positions are a prefix, otherwise their indices."""
     if kept is None:
         return slice(0, size)
     count = int(kept.sum())
     return slice(0, count) if kept[:count].all() else torch.from_numpy(np.flatnonzero(kept))
 
 
+def _length(span: slice | Tensor) -> int:
+    length: int = span.stop if isinstance(span, slice) else len(span)
+    return length
+
+
 def take(tensor: Tensor, region: Region) -> Tensor:
-    """The part of a tensor inside a region: a view if the region is made of slices."""
+    """The part of a tensor inside a region: a view if the region consists of slices."""
     for dim, span in enumerate(region):
         if isinstance(span, slice):
             tensor = tensor.narrow(dim, 0, span.stop)
@@ -246,7 +251,7 @@ def add(target: Tensor, region: Region, values: Tensor, factor: float) -> None:
 
 
 def _mesh(region: Region) -> Region:
-    """The region as something to index with: slices, or indices that broadcast to a grid."""
+    """The region as an index: slices, or indices that broadcast to a grid."""
     if all(isinstance(span, slice) for span in region):
         return region
     rank = len(region)
