@@ -7,7 +7,7 @@ order of trials and when to stop are the same for all.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 
 from anycostfl.codec.frame import OVERHEAD
@@ -84,6 +84,6 @@ def search(
         number = propose(Trial(attempt, number, size, fits, fails))
 
 
-def fullest(candidates: Iterator[Candidate]) -> bytes | None:
+def fullest(candidates: Iterable[Candidate]) -> bytes | None:
     """The longest payload, the earliest of equals; sizes need not grow steadily."""
     return max((candidate.payload for candidate in candidates), key=len, default=None)
