@@ -29,9 +29,8 @@ if TYPE_CHECKING:
     from anycostfl.planning.cost import Workload, make_devices
     from anycostfl.planning.planner import plan_strategies
     from anycostfl.planning.strategy import Limits
-    from anycostfl.planning.theory import optimal_weights
     from anycostfl.records.round import RoundRecord
-    from anycostfl.server.aggregate import Contribution, aggregate
+    from anycostfl.server.aggregate import Contribution, aggregate, optimal_weights
     from anycostfl.shrink import ElasticModel, SubModel, WidthPlan, recalibrate
     from anycostfl.simulate import run
     from anycostfl.state import Update
@@ -44,9 +43,8 @@ else:
         "planning.cost": ("Workload", "make_devices"),
         "planning.planner": ("plan_strategies",),
         "planning.strategy": ("Limits",),
-        "planning.theory": ("optimal_weights",),
         "records.round": ("RoundRecord",),
-        "server.aggregate": ("Contribution", "aggregate"),
+        "server.aggregate": ("Contribution", "aggregate", "optimal_weights"),
         "shrink": ("ElasticModel", "SubModel", "WidthPlan", "recalibrate"),
         "simulate": ("run",),
         "state": ("Update",),

@@ -22,7 +22,7 @@ from anycostfl.methods._common import (
 from anycostfl.planning.cost import Devices, Workload
 from anycostfl.planning.planner import fixed_strategies, plan_strategies
 from anycostfl.planning.strategy import Limits, Strategies
-from anycostfl.planning.theory import optimal_weights
+from anycostfl.server.aggregate import optimal_weights
 
 METHOD = Method(
     summary="AnycostFL: sub-models, compressed kernels and clocks planned under budgets",

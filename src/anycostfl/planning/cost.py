@@ -1,8 +1,9 @@
-"""Time and energy of computing and of the radio (Sec. IV-A, eqs. 6–9).
+"""What a strategy costs a device (Sec. IV-A, eqs. 6–9), and what it is worth (Sec. IV-C).
 
     T^cmp = C·(α + o) / f    E^cmp = ε·f²·C·(α + o)    with C = τ·|D|·W cycles
     r = b·log2(1 + h·P / (N0·b))
     T^com = α·β·S / r        E^com = T^com·P
+    gain = α⁴·β, or α⁴·q(β) with q(β) = (1 − √e(β))² for a codec of measured relative error e(β)
 
 Deviation: W is in cycles, so a workload carries FLOPs per sample and a device its FLOPs per cycle.
 On a measured device some work does not shrink with the width: its overhead o, 0 in the paper.
@@ -27,7 +28,7 @@ from anycostfl.checks import (
     PositiveArray,
     check_fields,
 )
-from anycostfl.errors import ConfigError
+from anycostfl.errors import ConfigError, UnknownNameError
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,3 +163,54 @@ def round_cost(
     latency = compute_time_s(cycles, frequency_hz) + upload
     energy = compute_energy_j(cycles, frequency_hz, devices.energy_coefficient)
     return latency, energy + upload_energy_j(upload, devices.power_w)
+
+
+# --- what it is worth -----------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class RateDistortion:
+    """A codec's relative error e = ‖u − ũ‖² / ‖u‖² at some rates β: rates rise, errors fall.
+
+    Between the rates log q is linear in log β; below the lowest, q is proportional to β; at β = 1
+    nothing is lost. Where the slopes fall from low to high β, as measured ones do, log q is concave
+    in log β, which is all that the planner needs to find its one best strategy.
+    """
+
+    rates: tuple[float, ...]
+    errors: tuple[float, ...]
+
+    def quality(self, beta: npt.ArrayLike) -> FloatArray:
+        """q(β): the square of what the codec keeps of the norm."""
+        log_beta = np.log(np.maximum(np.asarray(beta, np.float64), np.finfo(np.float64).tiny))
+        rates = np.log(np.array([*self.rates, 1.0]))
+        kept = 2.0 * np.log(1.0 - np.sqrt(np.array([*self.errors, 0.0])))
+        below = np.minimum(log_beta - rates[0], 0.0)
+        quality: FloatArray = np.exp(np.interp(log_beta, rates, kept) + below)
+        return quality
+
+
+AS_THE_PAPER = ("kernel",)  # β is what the paper says it is worth
+RATES = (1 / 500, 1 / 100, 1 / 40, 1 / 15)
+MEASURED = {
+    "lowrank": RateDistortion(RATES, (0.0973, 0.0360, 0.0155, 0.0030)),
+}
+"""Mean error over the twelve real updates of docs/results/codec.md, of the codecs that are not the
+paper's; the paper's is planned for as the paper says."""
+
+
+def quality(codec: str, beta: npt.ArrayLike) -> FloatArray:
+    """q(β) of a codec: measured, or β itself for the paper's."""
+    if codec in MEASURED:
+        return MEASURED[codec].quality(beta)
+    if codec not in AS_THE_PAPER:
+        known = ", ".join((*AS_THE_PAPER, *MEASURED))
+        raise UnknownNameError(f"no codec {codec!r} has a measured quality; there are {known}")
+    return np.asarray(beta, np.float64)
+
+
+def learning_gain(alpha: npt.ArrayLike, worth: npt.ArrayLike) -> FloatArray:
+    """The gain α⁴β, or α⁴·q(β): the share of effective information an update carries."""
+    square = np.asarray(alpha, np.float64) ** 2
+    gain: FloatArray = square * square * np.asarray(worth, np.float64)
+    return gain

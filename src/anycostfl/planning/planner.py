@@ -44,9 +44,8 @@ import numpy.typing as npt
 from anycostfl.checks import FloatArray
 from anycostfl.errors import InfeasibleBudgetError
 from anycostfl.planning import cost
-from anycostfl.planning.cost import Devices, Workload
+from anycostfl.planning.cost import MEASURED, Devices, Workload, learning_gain, quality
 from anycostfl.planning.strategy import Binds, Limits, Reason, Strategies
-from anycostfl.planning.theory import MEASURED, learning_gain, quality
 
 BLOCK = 8192  # devices solved together, so that every array stays in the processor's cache
 NEWTON_STEPS = 6  # from at most 1.46 times the root, quadratic convergence needs no more

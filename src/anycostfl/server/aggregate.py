@@ -1,13 +1,12 @@
-"""All-in-one aggregation (Sec. III-D, eq. 5) and the server's step.
+"""All-in-one aggregation (Sec. III-D, eq. 5) with the optimal weights of Theorem 1.
 
     ũ[j] = Σ_i p_i m_i[j] u_i[j] / Σ_i p_i m_i[j],   0 where nobody sent element j
-    w_{t+1} = w_t − ũ_t
+    w_{t+1} = w_t − ũ_t,   p_i ∝ 1 / (1 − α_i(2−α_i)√β_i)²
 
 No update counts as larger than a multiple of its round's median size (`robust.Robustness.clip`).
 
 One pass over the contributions: memory does not grow with the cohort. A sub-model is a prefix of
 every dimension after sorting, so its update is added through slices, without masks of global size.
-The weights p of Theorem 1 are `planning.theory.optimal_weights`.
 
 Beyond the paper, the server has a step size η and momentum μ; only where somebody sent element j,
 
@@ -22,13 +21,17 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Annotated, NamedTuple
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from anycostfl.checks import Interval, Positive, check_fields
+from anycostfl.checks import FloatArray, Interval, Positive, check_fields
 from anycostfl.errors import ConfigError
 from anycostfl.shrink.widths import WidthPlan, add
 from anycostfl.state import State, Update
+
+LEAST_RATIO = 1e-3  # no update counts as closer to the truth than 0.1 % of its norm
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -153,3 +156,39 @@ def clipped(update: Update, bound: float) -> Update:
     if size <= bound:
         return update
     return Update({n: v * (bound / size) for n, v in update.values.items()}, update.masks)
+
+
+# --- weights --------------------------------------------------------------------------------------
+
+
+def divergence_ratio(alpha: npt.ArrayLike, beta: npt.ArrayLike) -> FloatArray:
+    """Lemma 1's bound on ‖u − ũ‖ / ‖u‖: 1 − α(2−α)√β."""
+    a, b = np.asarray(alpha, np.float64), np.asarray(beta, np.float64)
+    problems = [
+        f"{name}: given {value}, must be in [0, 1]"
+        for name, value in (("alpha", a), ("beta", b))
+        if not np.all((value >= 0) & (value <= 1))
+    ]
+    if problems:
+        raise ConfigError(problems)
+    ratio: FloatArray = 1.0 - a * (2.0 - a) * np.sqrt(b)
+    return ratio
+
+
+def optimal_weights(
+    alpha: npt.ArrayLike, beta: npt.ArrayLike, samples: npt.ArrayLike | None = None
+) -> FloatArray:
+    """Theorem 1: weights that sum to one and minimise Lemma 2's bound; times |D_i| if given.
+
+    Deviations: the ratio is bounded away from zero, as p* is singular at α = β = 1; the sample
+    counts, which the paper leaves out.
+    """
+    ratio = np.atleast_1d(np.maximum(divergence_ratio(alpha, beta), LEAST_RATIO))
+    weights: FloatArray = ratio**-2.0
+    if samples is not None:
+        counts = np.asarray(samples, np.float64)
+        if not np.all((counts > 0) & np.isfinite(counts)):
+            raise ConfigError([f"samples: given {samples}, must be finite and > 0"])
+        weights = weights * counts
+    shares: FloatArray = weights / weights.sum()
+    return shares

@@ -70,26 +70,25 @@ class WidthPlan:
 # --- rules ------------------------------------------------------------------------------------
 
 
-def sqrt_widths(ties: Ties, alpha: float) -> Widths:
+Link = tuple[float | None, Widths]
+"""The width of every group, and the ratio of FLOPs where it is known already."""
+
+
+def sqrt_widths(ties: Ties, alpha: float) -> Link:
     """The paper's rule: each width times √α, rounded down, at least one."""
     scale = math.sqrt(alpha)
     widths: dict[str, int] = {}
     for tied in ties:
         widths |= tied.widths(max(tied.least, math.floor(scale * tied.steps + 1e-9)))
-    return widths
+    return None, widths
 
 
-Link = tuple[float, Widths]
-"""One step of a chain: the ratio of FLOPs, and the width of every group."""
-
-
-def chain_widths(chain: Sequence[Link], alpha: float) -> Widths:
+def chain_widths(chain: Sequence[tuple[float, Widths]], alpha: float) -> Link:
     """The widest link of a chain whose training FLOPs are at most α of the full model's."""
-    fitting = (widths for ratio, widths in chain if ratio <= alpha * (1 + 1e-9))
-    return next(fitting, chain[-1][1])
+    return next((link for link in chain if link[0] <= alpha * (1 + 1e-9)), chain[-1])
 
 
-WidthRule = Callable[[Coupling, Ties], Callable[[float], Widths]]
+WidthRule = Callable[[Coupling, Ties], Callable[[float], Link]]
 
 RULES: dict[str, WidthRule] = {
     "sqrt": lambda _coupling, ties: partial(sqrt_widths, ties),
@@ -108,7 +107,7 @@ once would leave gaps in the chain.
 """
 
 
-def width_chain(coupling: Coupling, ties: Ties, *, halving: bool) -> list[Link]:
+def width_chain(coupling: Coupling, ties: Ties, *, halving: bool) -> list[tuple[float, Widths]]:
     """Walk from full width downwards, one tie and one friendly step at a time.
 
     Each step narrows the tie that is relatively widest after it, so that all shrink in proportion;
@@ -117,7 +116,7 @@ def width_chain(coupling: Coupling, ties: Ties, *, halving: bool) -> list[Link]:
     """
     position = {tied: tied.steps for tied in ties}
 
-    def link(at: Mapping[TiedWidths, int]) -> Link:
+    def link(at: Mapping[TiedWidths, int]) -> tuple[float, Widths]:
         widths = {n: w for tied, p in at.items() for n, w in tied.widths(p).items()}
         return coupling.share(widths), widths
 
@@ -170,7 +169,7 @@ class WidthPlanner:
         self._plans: dict[tuple[tuple[str, int], ...], WidthPlan] = {}
 
     @cached_property
-    def _widths(self) -> Callable[[float], Widths]:
+    def _widths(self) -> Callable[[float], Link]:
         """Resolved on first use: a chain takes a while on a large model."""
         return RULES[self._rule](self._coupling, self._ties)
 
@@ -184,14 +183,14 @@ class WidthPlanner:
                 "this model has no channel that can be dropped, so only alpha = 1 is possible. "
                 f"Pinned: {reasons or 'it has no weights'}"
             )
-        widths = self._full if alpha == 1 else self._widths(alpha)
+        ratio, widths = (1.0, self._full) if alpha == 1 else self._widths(alpha)
         key = tuple(widths.items())
         if key not in self._plans:
             if len(self._plans) == MOST_PLANS:
                 del self._plans[next(iter(self._plans))]  # the oldest
             index = regions(self._coupling, widths, self._shapes)
             shapes = {name: tuple(map(_length, region)) for name, region in index.items()}
-            ratio = self._coupling.share(widths)
+            ratio = self._coupling.share(widths) if ratio is None else ratio
             self._plans[key] = WidthPlan(alpha, widths, index, shapes, ratio)
         return replace(self._plans[key], alpha=alpha)
 
