@@ -144,6 +144,7 @@ def test_without_the_client_a_device_is_a_supernode(
 
     without("node")
     monkeypatch.setattr(subprocess, "Popen", Process)
+    monkeypatch.setattr(node, "GIVE_UP_S", 0.0)
     address = Address("board.lan:9443", tmp_path / "ca.crt", tmp_path / "key", 60.0)
     with pytest.raises(node.RefusedError, match="exit code 3"):
         node.join(address, cast(ClientApp, None), Setup(3, "jetson-nano", 1e6, 2.0, 0.5))

@@ -88,21 +88,25 @@ class FlwrProgram:
         """There is no connection."""
 
     def _call(self, *arguments: str) -> dict[str, Any]:
-        done = subprocess.run(  # noqa: S603 - Flower's program
-            [program("flwr"), *arguments, "--format", "json"],
-            env=safe_environment(self._home),
-            stdin=subprocess.DEVNULL,
-            capture_output=True,
-            timeout=CALL_S,
-            check=False,
-        )
+        what = f"`flwr {' '.join(arguments[:2])}`"
+        try:
+            done = subprocess.run(  # noqa: S603 - Flower's program
+                [program("flwr"), *arguments, "--format", "json"],
+                env=safe_environment(self._home),
+                stdin=subprocess.DEVNULL,
+                capture_output=True,
+                timeout=CALL_S,
+                check=False,
+            )
+        except subprocess.TimeoutExpired as error:
+            raise AnycostError(f"{what} did not end within {CALL_S:g} s") from error
         try:
             told = dict(json.loads(done.stdout))
         except ValueError:
             told = {}
         if done.returncode or not told.get("success"):
             why = told.get("error-message") or done.stderr.decode(errors="replace")[-500:]
-            raise AnycostError(f"`flwr {' '.join(arguments[:2])}` failed: {why}")
+            raise AnycostError(f"{what} failed: {why}")
         return told
 
 

@@ -221,7 +221,8 @@ class SuperLinkProcess:
         names = files.keys() | self._files.keys()
         changed = {name for name in names if files.get(name) != self._files.get(name)}
         for name in changed & self._registered.keys():
-            self._control.unregister(self._registered.pop(name))
+            self._control.unregister(self._registered[name])
+            del self._registered[name]  # only now: while it fails, it is tried again
         for name in sorted(changed & files.keys()):
             try:
                 self._registered[name] = self._control.register(name, paths[name])

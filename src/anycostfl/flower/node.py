@@ -53,7 +53,7 @@ HEARTBEAT_S = 10.0  # Flower's minimum; after two missed ones a device counts as
 REFUSED_S = 45.0  # a device that crashed is refused until it counts as gone
 POLL_MIN_S, POLL_MAX_S = 0.1, 1.0  # between two looks for work
 PAUSE_MAX_S = 10.0  # before trying an unreachable server again
-STOP_S = 10.0
+STOP_S, GIVE_UP_S = 10.0, 180.0  # of a SuperNode: to stop, and to keep starting it again
 WRONG_SERVER = ("CERTIFICATE_VERIFY_FAILED", "WRONG_VERSION_NUMBER")
 """TLS errors of a server with a foreign certificate, or with none. Other errors in a handshake are
 those of a connection that broke."""
@@ -252,18 +252,32 @@ def run_supernode(address: Address, setup: Setup) -> None:
             [f"--insecure: {INSTEAD}. Without TLS anybody on the way could send one; give --key "
              "and --trust"]
         )  # fmt: skip
+    until = math.inf
+    while True:  # it ends when it is refused, which a key may be until the server has registered it
+        begin = time.monotonic()
+        code = _run_to_end(supernode_command(address, setup))
+        now = time.monotonic()
+        if now - begin > GIVE_UP_S:
+            until = math.inf
+        until = min(until, now + GIVE_UP_S)
+        if now >= until:
+            raise RefusedError(f"flower-supernode keeps ending, last with exit code {code}")
+        log(WARNING, "flower-supernode ended with exit code %d, starting it again", code)
+        time.sleep(2.0)
+
+
+def _run_to_end(command: list[str]) -> int:
     with tempfile.TemporaryDirectory(prefix="anycostfl-") as home:
         process = subprocess.Popen(  # noqa: S603 - Flower's program
-            supernode_command(address, setup), env=safe_environment(Path(home))
+            command, env=safe_environment(Path(home))
         )
         try:
-            code = process.wait()
+            return process.wait()
         finally:
             process.terminate()
             with suppress(subprocess.TimeoutExpired):
                 process.wait(STOP_S)
             process.kill()
-    raise RefusedError(f"flower-supernode ended with exit code {code}")
 
 
 def supernode_command(address: Address, setup: Setup) -> list[str]:

@@ -1,10 +1,10 @@
 """Which key has which number in the fleet: the first that a device gives, for the life of a run.
 
-    flower/nodes.json    node of Flower → name of the key; written by `link`, who registers keys
+    flower/nodes.json    node of Flower → name of the key; written by `link`, which registers keys
     devices.json         name of the key → number; kept by the server app
 
-Node ids are new whenever the SuperLink is, so it is the key's name that is bound. Without keys
-nobody can be told from anybody else, and nothing is bound.
+Node ids change whenever the SuperLink restarts, so the key's name is bound. Without keys devices
+cannot be told apart, and nothing is bound.
 """
 
 from __future__ import annotations
@@ -22,22 +22,22 @@ DEVICES = "devices.json"
 
 
 class NotReadyError(AnycostError):
-    """A node that cannot be let in yet, but may be in a moment."""
+    """A node whose key is not known yet, but may be in a moment."""
 
 
 class NumberTakenError(AnycostError):
-    """A number that is not this device's."""
+    """A number that belongs to another key."""
 
 
 class Numbers:
-    """The numbers of a run's keys; without a folder, or without keys, anybody has any."""
+    """The number of each key in a run; without a folder, or without keys, every number is free."""
 
     def __init__(self, folder: Path | None = None) -> None:
         self._folder = folder
         self._bound: dict[str, int] = _read(folder / DEVICES) if folder else {}
 
     def claim(self, node: int, device: int) -> None:
-        """Give a node the number that it wants, once and for all, or say why not."""
+        """Bind the number that a node asks for to its key; raise if it is taken."""
         if self._folder is None or not (self._folder / NODES).exists():
             return
         name = _read(self._folder / NODES).get(str(node))
@@ -56,7 +56,7 @@ class Numbers:
 
 
 def note_nodes(folder: Path, nodes: Mapping[str, int] | None) -> None:
-    """Write down the node of every key; nothing without keys."""
+    """Record the node of every key; without keys, that there is none."""
     if nodes is None:
         (folder / NODES).unlink(missing_ok=True)
     else:

@@ -17,6 +17,7 @@ import asyncio
 import ipaddress
 import logging
 import os
+import resource
 import signal
 from collections.abc import Awaitable, Callable, Mapping, MutableMapping, Sequence
 from contextlib import suppress
@@ -39,6 +40,7 @@ HEADER_BYTES = 1 << 16
 BODY_BYTES = 6 << 20  # Flower sends messages in parts of 5 MiB, plus what is around them
 ALL_BODIES_BYTES = 1 << 30
 CONNECTIONS = 1000  # from other machines
+FILES = 4096  # that may be open at once, if the system allows it
 IDLE_S = 30.0  # without a request, or without more of one
 REFUSALS = {
     408: f"nothing came for {IDLE_S:g} s",
@@ -200,6 +202,8 @@ def main() -> None:
     parser.add_argument("--host", default="")
     check_host(parser.parse_known_args()[0].host)
     forbid_grpc()
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)  # often 1,024: fewer than connections
+    resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, min(hard, FILES)), hard))
     if available("filter", UNFILTERED):
         install_filter()
     logging.getLogger("uvicorn.access").addFilter(lambda _: False)  # devices look in often
