@@ -322,7 +322,7 @@ def not_a_number(sent: Message, result: messages.Result) -> messages.Result:
         (
             "fedavg",
             not_a_number,
-            "refused: malformed: the payload holds a value that is not finite",
+            "refused: malformed: the payload has a value that is not finite",
         ),
     ],
 )
