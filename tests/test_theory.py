@@ -10,12 +10,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from anycostfl import theory
-from anycostfl.server.aggregate import optimal_weights
 from anycostfl.errors import ConfigError, UnknownNameError
+from anycostfl.planning import theory
+from anycostfl.planning.theory import LEAST_RATIO, optimal_weights
 
 ROOT = Path(__file__).parents[1]
 share = st.floats(0.0, 1.0)
+positive = st.floats(0.01, 1.0)
 
 
 def test_bound_at_its_corners() -> None:
@@ -64,6 +65,43 @@ def test_lemma_1_on_the_uniform_update_it_assumes_holds_only_for_wide_sub_models
     assert (measured <= float(theory.local_divergence_bound(alpha, beta))) is holds
     # what Theorem 2 needs of it survives for every width
     assert measured <= 1 - float(theory.learning_gain(alpha, beta))
+
+
+# --- Theorem 1 and Lemma 2 ------------------------------------------------------------------------
+
+
+@given(alpha=positive, beta=positive, count=st.integers(1, 30))
+def test_equal_strategies_give_equal_weights(alpha: float, beta: float, count: int) -> None:
+    weights = optimal_weights(np.full(count, alpha), np.full(count, beta))
+    assert weights == pytest.approx(np.full(count, 1 / count))
+
+
+@given(pairs=st.lists(st.tuples(positive, positive), min_size=1, max_size=30))
+def test_weights_sum_to_one_and_follow_the_ratio(pairs: list[tuple[float, float]]) -> None:
+    alpha, beta = np.array(pairs).T
+    weights = optimal_weights(alpha, beta)
+    assert weights.sum() == pytest.approx(1.0)
+    ratio = np.maximum(1 - alpha * (2 - alpha) * np.sqrt(beta), LEAST_RATIO)
+    assert np.all(np.diff(weights[np.argsort(-ratio)]) >= -1e-15)
+
+
+def test_weights_by_hand() -> None:
+    # ratios 0.5 and 0.25: weights 4 and 16 of 20
+    assert optimal_weights([1.0, 1.0], [0.25, 0.5625]) == pytest.approx([0.2, 0.8])
+
+
+def test_weights_are_bounded_where_the_formula_is_singular() -> None:
+    weights = optimal_weights([1.0, 1.0, 0.5], [1.0, 1.0, 0.05])
+    assert np.all(np.isfinite(weights))
+    assert weights[:2] == pytest.approx([0.5, 0.5], abs=1e-5)
+
+
+def test_samples_multiply_the_weights() -> None:
+    assert optimal_weights([0.5, 0.5], [0.1, 0.1], samples=[100, 300]) == pytest.approx(
+        [0.25, 0.75]
+    )
+    with pytest.raises(ConfigError, match="samples"):
+        optimal_weights([0.5], [0.1], samples=[-1])
 
 
 @given(weights=st.lists(st.floats(0.01, 1.0), min_size=3, max_size=3))

@@ -14,9 +14,10 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from anycostfl import models, winograd
-from anycostfl.device import TrainOptions, train
+from anycostfl import models
+from anycostfl.contrib import winograd
 from anycostfl.contrib.winograd import convolve, fast_convolutions
+from anycostfl.device import Training, train
 
 EXACT = 5e-6  # of the sum of all products' sizes; single precision itself is at 1e-7
 
@@ -159,9 +160,8 @@ def test_what_follows_may_write_in_place_and_recompute() -> None:
     plain, fast = (
         train(
             copy.deepcopy(module),
-            images,
-            torch.arange(8) % 3,
-            TrainOptions(0.05, 8, winograd=on),
+            (images, torch.arange(8) % 3),
+            Training(0.05, 8, winograd=on),
             torch.Generator().manual_seed(3),
         )
         for on in (False, True)
@@ -195,9 +195,8 @@ def test_training_is_close_to_torchs_own_and_repeats_to_the_bit() -> None:
     plain, fast, again = (
         train(
             copy.deepcopy(module),
-            images,
-            labels,
-            TrainOptions(0.05, 16, winograd=on),
+            (images, labels),
+            Training(0.05, 16, winograd=on),
             torch.Generator().manual_seed(3),
         )
         for on in (False, True, True)
