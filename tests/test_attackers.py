@@ -15,6 +15,7 @@ from anycostfl.fleets.attackers import ATTACKS, choose_attackers, corrupt, rejec
 from anycostfl.fleets.simulated import SimulatedFleet
 from anycostfl.loop import run_rounds
 from anycostfl.records.round import Status
+from anycostfl.report import summarise
 from anycostfl.simulate import run
 from small_runs import small_config, small_holdings
 
@@ -72,6 +73,7 @@ def test_devices_that_point_away_are_excluded_and_recorded(tmp_path: Path) -> No
     assert set(attackers) <= out  # an honest one with odd data may be among them
     assert len(out) < 4
     assert all("agrees with the others" in d.detail for d in first.devices if d.device in out)
+    assert summarise("anycostfl", 1.0, [first])["updates_left_out"] == len(out)
 
 
 def test_attackers_do_not_stop_a_run(tmp_path: Path) -> None:
