@@ -14,7 +14,6 @@ import pytest
 
 from anycostfl.cli._rounds import MISHAPS, in_words
 from anycostfl.config import load_preset
-from anycostfl.experiment import resolve
 from command_line import PROGRAM, Call, program, sets
 
 

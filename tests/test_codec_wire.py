@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from anycostfl import methods
-from anycostfl.codec import compress, decompress, frame
+from anycostfl.codec import Upload, compress, decompress, frame
 from anycostfl.codec.frame import OVERHEAD
 from anycostfl.codec.sections import bytes_by_section
 from anycostfl.errors import PayloadError
