@@ -26,7 +26,10 @@ import torch
 
 from anycostfl import models, profile
 from anycostfl.config import Config, load_preset, load_profile
+from anycostfl.experiment import resolve
+from anycostfl.planning import cost, draw, planner
 from anycostfl.profile.speed import elastic_model, timed_epoch
+from anycostfl.records.round import DeviceRecord
 from anycostfl.simulate import run
 
 ALPHAS = (1.0, 0.5, 0.25)
