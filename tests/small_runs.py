@@ -51,3 +51,21 @@ def small_overrides(folder: Path, *more: str) -> list[str]:
 def small_config(folder: Path, *more: str) -> Config:
     """The configuration of a small run."""
     return load_preset("demo", small_overrides(folder, *more))
+
+
+OWN_MODEL = """
+import torch
+from torch import nn
+from anycostfl.models import ModelSpec
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.hidden, self.norm, self.out = {layers}
+
+    def forward(self, images):
+        return self.out(self.norm(self.hidden(images.flatten(1).to(self.out.weight.dtype))))
+
+MODEL = ModelSpec(build=Net, example=lambda batch: torch.randn(batch, 1, 28, 28), summary="own")
+"""
+"""The file of a custom model; `layers` are three."""
