@@ -17,9 +17,9 @@ from anycostfl.cli.fleet import free_port
 from anycostfl.cli.serve import for_devices
 from anycostfl.config import Config
 from anycostfl.flower.keys import KeyFolder, make_keys
+from anycostfl.records.round import RoundRecord
 from anycostfl.records.run import CONFIG, read_run
 from anycostfl.simulate import play
-from anycostfl.records.round import RoundRecord
 from drills.common import Report
 from loopback import Loopback, loopback, wait_until
 from small_runs import small_config, small_overrides

@@ -67,3 +67,21 @@ def small_fleet(config: Config) -> tuple[Experiment, SimulatedFleet]:
     dataset = load_data(config)
     experiment = build_experiment(config, dataset)
     return experiment, SimulatedFleet(experiment, small_holdings(config, dataset))
+
+
+OWN_MODEL = """
+import torch
+from torch import nn
+from anycostfl.models import ModelSpec
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.hidden, self.norm, self.out = {layers}
+
+    def forward(self, images):
+        return self.out(self.norm(self.hidden(images.flatten(1).to(self.out.weight.dtype))))
+
+MODEL = ModelSpec(build=Net, example=lambda batch: torch.randn(batch, 1, 28, 28), summary="own")
+"""
+"""The file of a custom model; `layers` are three."""
