@@ -10,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from anycostfl.config import load_preset, to_toml
+from anycostfl.files import StorageError
 from anycostfl.records.journal import SCHEMA, format_record, parse_record
 from anycostfl.records.round import DeviceRecord, RoundRecord, Status, refusals
 from anycostfl.records.run import COPY, JOURNAL, RunWriter, open_run, read_journal
@@ -118,7 +119,20 @@ def test_a_resumed_journal_of_schema_1_is_written_back_as_schema_2(tmp_path: Pat
     assert read_journal(folder) == (before, ())
 
 
-@pytest.mark.parametrize("schema", [0, SCHEMA + 1, "2", None, [1]])
+def test_a_journal_of_a_newer_version_is_not_taken_for_damage(tmp_path: Path) -> None:
+    """Resuming would cut away rounds that only a newer program can read."""
+    lines = [format_record(parse_record(line)) for line in OLD_JOURNAL.read_text().splitlines()]
+    lines[3] = json.dumps({**json.loads(lines[3]), "schema": SCHEMA + 1})
+    journal = "".join(line + "\n" for line in lines).encode()
+    folder = old_run(tmp_path, journal)
+    with pytest.raises(StorageError, match=r"schema 3; this program reads 1 to 2: upgrade"):
+        open_run(folder)
+    assert (folder / JOURNAL).read_bytes() == (folder / COPY).read_bytes() == journal
+    (folder / COPY).write_bytes(OLD_JOURNAL.read_bytes())  # one copy was only damaged
+    assert len(read_journal(folder)[0]) == 5
+
+
+@pytest.mark.parametrize("schema", [0, "2", None, [1]])
 def test_an_unknown_schema_is_refused_with_a_remark(tmp_path: Path, schema: object) -> None:
     lines = [format_record(parse_record(line)) for line in OLD_JOURNAL.read_text().splitlines()]
     lines[3] = json.dumps({**json.loads(lines[3]), "schema": schema})

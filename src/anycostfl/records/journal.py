@@ -11,6 +11,7 @@ import json
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+from anycostfl.files import StorageError
 from anycostfl.records.round import DeviceRecord, RoundRecord, Status
 
 SCHEMA = 2
@@ -19,6 +20,12 @@ LARGEST = 1 << 62  # of a whole number
 OLD_STATUSES = {"sat out": "infeasible", "benched": "suspended", "left out": "excluded"}
 OLD_BOTH = "latency and energy together"
 """How version 1 named what is called otherwise since."""
+UNREADABLE = (ValueError, TypeError, KeyError, AttributeError, RecursionError)
+"""What `parse_record` raises if a line is no round of this version or an older one."""
+
+
+class NewerSchemaError(StorageError):
+    """A journal of a newer version, which must not be taken for damage."""
 
 
 def format_record(record: RoundRecord) -> str:
@@ -28,9 +35,14 @@ def format_record(record: RoundRecord) -> str:
 
 
 def parse_record(line: bytes | str) -> RoundRecord:
-    """The round in a line; ValueError, TypeError, KeyError or RecursionError if there is none."""
+    """The round in a line; one of `UNREADABLE` if there is none."""
     table = json.loads(line)
     schema = table.get("schema", 1) if isinstance(table, dict) else 1
+    if type(schema) is int and schema > SCHEMA:
+        raise NewerSchemaError(
+            f"a round was written with schema {schema}; this program reads 1 to {SCHEMA}: upgrade "
+            "anycostfl"
+        )
     if schema not in (1, SCHEMA):
         raise ValueError(f"schema {schema!r}; this program reads 1 to {SCHEMA}")
     read = _device if schema == SCHEMA else _old_device
@@ -68,10 +80,12 @@ def parse_journal(
     """Rounds 0, 1, 2 … up to the end or the first line that is intact in no copy."""
     restored: list[int] = []
     for number in range(max(map(len, copies))):
-        problems: list[str] = []
+        problems: list[Exception] = []
         found = (_parse_line(lines, number, problems) for lines in copies)
         record = next((record for record in found if record is not None), None)
         if record is None:
+            if newer := next((p for p in problems if isinstance(p, NewerSchemaError)), None):
+                raise newer
             remarks.append(f"{names[0]} is damaged from line {number + 1} on ({problems[0]})")
             break
         if problems:
@@ -82,18 +96,20 @@ def parse_journal(
         remarks.append(f"{names[0]} is damaged in line {restored[0]}{also}; {names[1]} was used")
 
 
-def _parse_line(lines: Sequence[bytes], number: int, problems: list[str]) -> RoundRecord | None:
+def _parse_line(
+    lines: Sequence[bytes], number: int, problems: list[Exception]
+) -> RoundRecord | None:
     """The round of that number, or None after adding to the problems."""
     try:
         record = parse_record(lines[number])
     except IndexError:
-        problems.append("it ends there")
-    except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
-        problems.append(str(error))
+        problems.append(ValueError("it ends there"))
+    except (NewerSchemaError, *UNREADABLE) as error:
+        problems.append(error)
     else:
         if record.round == number:
             return record
-        problems.append(f"it holds round {record.round}")
+        problems.append(ValueError(f"it holds round {record.round}"))
     return None
 
 
