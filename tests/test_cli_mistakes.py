@@ -27,7 +27,7 @@ from small_runs import small_overrides
         (["inspect", "--model", "torch.nn:Linear", "--input", "3"], "make() needs no arguments"),
         (["inspect", "--model", "raises:make", "--input", "3"], "KeyError: 'weights'"),
         (["inspect", "--model", "cnn", "--input", "1,28,28"], "brings its own shape"),
-        (["serve", "--insecure", "--port", "99999"], "allowed 1 to 65535"),
+        (["serve", "--insecure", "--port", "99999"], "must be 1 to 65535"),
         (["serve", "demo", "--insecure", "--resume", "x"], "without a preset"),
         (["keys", "--out", "/proc/x"], "--out: given /proc/x"),
         (["run", "--resume", "latin1"], "cannot read latin1/config.toml"),
@@ -36,7 +36,7 @@ from small_runs import small_overrides
         (["run", "--set", "run.method=fedsgd"], "there are anycostfl, anycostfl+, fedavg"),
         (["run", "--set", "run.method=fedhc", "--set", "run.rounds=0"], "2 problems"),
         (["run", "--set", "run.method=fedhc"], "run.method: no method 'fedhc'; did you mean"),
-        (["compare", "demo", "--methods", ", "], "--methods: given ', ', allowed all"),
+        (["compare", "demo", "--methods", ", "], "--methods: given ', ', must be all"),
         (["compare", "demo", "--methods", "stc,fedavgg"], "did you mean 'fedavg'?"),
         (
             ["compare", "demo", "--learning-rates", "0.1,0,-1"],
@@ -66,7 +66,7 @@ from small_runs import small_overrides
         (["sweep", "attacks", "demo", "--target", "0"], "--target: only for ablation"),
         (["sweep", "widths", "demo", "--trial", "3"], "--trial: only with --learning-rates"),
         (["compare", "demo", "--trial", "3"], "--trial: only with --learning-rates"),
-        (["compare", "demo", "--set", "run.method=stc"], "--methods names what is played"),
+        (["compare", "demo", "--set", "run.method=stc"], "--methods names the methods to run"),
         (["sweep", "radio", "demo", "--set", "run.method=stc"], "run.method: only for attacks"),
         (["compare", "demo", "--out", "raises.py"], "cannot write to raises.py"),
         (["compare", "demo", "--out", "raises.py/x", "--background"], "Choose another --out"),
@@ -75,15 +75,15 @@ from small_runs import small_overrides
         (["report", "journal"], "journal/rounds.jsonl is not a file"),
         (["join", "localhost", "--device", "0", "--insecure"], "SERVER: given 'localhost'"),
         (["join", "http://a:1", "--device", "0", "--insecure"], "SERVER: given 'http://a:1'"),
-        (["serve", "--insecure", "--set", "attack.kind=scale"], "only simulated devices lie"),
-        (["fleet", "--set", "fleet.cohort=6"], "fleet.cohort: given 6, allowed up to 4"),
+        (["serve", "--insecure", "--set", "attack.kind=scale"], "only simulated devices attack"),
+        (["fleet", "--set", "fleet.cohort=6"], "fleet.cohort: given 6, must be <= 4"),
         (["profile", "--out", "no/x.toml"], "--out: there is no folder no"),
         (["compare", "demo", "--rates", "abc", "--background"], "--learning-rates: given 'abc'"),
-        (["run", "demo", "--set", "model.name=tiny"], "(one of your own needs ANYCOSTFL_PATH"),
+        (["run", "demo", "--set", "model.name=tiny"], "(for a custom one, set ANYCOSTFL_PATH"),
         (["join", "localhost:1", "--device", "-1", "--insecure"], "--device"),
         (
             ["join", "a:1", "--device", "0", "--insecure", "--profile", "jetson-nano"],
-            "--energy-j: needed with --profile, allowed above 0",
+            "--energy-j: needed with --profile, must be > 0",
         ),
     ],
 )
@@ -102,7 +102,7 @@ def test_a_wrong_option_of_serve_leaves_no_folder(call: Call) -> None:
     words = ["serve", "demo", "--insecure", "--port", "19443", "--out", "x"]
     code, _, message = call(*words, "--deadline-s", "-1")
     assert (code, Path("x").exists()) == (2, False)
-    assert "--deadline-s: given -1, allowed above 0" in message
+    assert "--deadline-s: given -1, must be > 0" in message
 
 
 def test_a_serve_that_cannot_start_leaves_no_folder(

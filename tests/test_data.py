@@ -156,7 +156,10 @@ def test_labels_are_whole_numbers(tmp_path: Path, labels: object, told: str) -> 
         (np.zeros((4, 5, 5), complex), "given complex128, allowed real numbers"),
         (np.full((4, 5, 5), "x"), "given <U1, allowed real numbers"),
         (np.float32(3), r"given shape \(\)"),
-        (np.zeros((4, 5, 6)), r"train_images of \(5, 6\) and test_images of \(5, 5\), allowed one"),
+        (
+            np.zeros((4, 5, 6)),
+            r"train_images of \(5, 6\) and test_images of \(5, 5\), must have one",
+        ),
     ],
 )
 def test_images_are_finite_numbers_of_one_size(tmp_path: Path, images: object, told: str) -> None:

@@ -78,7 +78,7 @@ def test_the_configuration_document_names_all_there_is() -> None:
 
 
 def test_documents_point_at_files_that_exist() -> None:
-    for document in [ROOT / "README.md", *ROOT.glob("docs/**/*.md")]:
+    for document in [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *ROOT.glob("docs/**/*.md")]:
         for link in re.findall(r"\]\(([^)#]+)\)", document.read_text()):
             if "://" not in link:
                 assert (document.parent / link).exists(), f"{document.name} links to {link}"

@@ -508,9 +508,9 @@ def test_an_exception_on_a_device_is_its_own_failure(tmp_path: Path) -> None:
 
 def test_an_attack_that_would_not_take_place_is_refused(tmp_path: Path) -> None:
     config = small_config(tmp_path, "attack.kind=scale")
-    with pytest.raises(ConfigError, match="only simulated devices lie"):
+    with pytest.raises(ConfigError, match="only simulated devices attack"):
         next(serve_rounds(config, LocalGrid(5), QUICK))
-    with pytest.raises(ConfigError, match="only simulated devices lie"):
+    with pytest.raises(ConfigError, match="only simulated devices attack"):
         AnycostStrategy(config)
 
 

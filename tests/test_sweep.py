@@ -133,7 +133,7 @@ def test_attacks_with_and_without_a_defence(tmp_path: Path) -> None:
     assert len({tuple(row.values()) for row in found.values()}) > 1
     folder = tmp_path / "all"
     header, clean, *rest = (folder / "attacks.csv").read_text().splitlines()
-    assert header == "liars,open,defended"
+    assert header == "attack,open,defended"
     assert clean == f"none,{found['none']['open']},{found['none']['defended']}"
     assert len(rest) == len(ATTACKS)
     assert (folder / "attacks.md").read_text().count("\n") == 3 + len(ATTACKS)

@@ -167,7 +167,7 @@ def test_bad_values_are_all_named() -> None:
         with pytest.raises(ConfigError, match="0 < ν <= λ"):
             theory.convergence_factor(0.5, strong_convexity=convexity, lipschitz=1.0)
     for target, start in ((0.0, 1.0), (1.0, 0.0)):
-        with pytest.raises(ConfigError, match="numbers > 0"):
+        with pytest.raises(ConfigError, match="must be > 0"):
             theory.rounds_to(target, factor=0.5, start=start)
 
 

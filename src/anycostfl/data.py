@@ -108,7 +108,7 @@ def _given(scale: Scale, channels: int, name: str) -> tuple[Tensor, Tensor]:
     """Mean and deviation of each channel, as the experiment says."""
     if len(scale.mean) != channels:
         raise ConfigError(
-            [f"{name}: given images of {channels} channels, allowed {len(scale.mean)} here"]
+            [f"{name}: given images of {channels} channels, must have {len(scale.mean)} here"]
         )
     mean, std = torch.tensor(scale.mean), torch.tensor(scale.std)
     return mean.view(1, -1, 1, 1), std.view(1, -1, 1, 1)
@@ -155,7 +155,7 @@ def _read_fashion_mnist(path: str) -> tuple[Part, Part]:
 
 
 def _folders(path: str, usual: Sequence[str], names: Sequence[str]) -> Iterator[Path]:
-    """Where a dataset may lie: in the folder that was given, and only there, or in a usual place.
+    """Where a dataset may be: in the folder that was given, and only there, or in a usual place.
 
     Each of them may hold it below a name of its own.
     """
@@ -276,7 +276,7 @@ def _read_npz(path: Path, *, tests: bool = True) -> tuple[Part, Part]:
     shapes = {name: found[name].shape[1:] for name in wanted[::2]}
     if not problems and len(set(shapes.values())) > 1:
         given = " and ".join(f"{name} of {shape}" for name, shape in shapes.items())
-        problems.append(f"images: given {given}, allowed one size for all")
+        problems.append(f"images: given {given}, must have one size")
     if problems:
         raise ConfigError(problems, str(path))
     train, *test = [(found[x], found[y].astype(np.int64)) for x, y in pairs]
@@ -290,7 +290,7 @@ def _array_problems(arrays: Mapping[str, npt.NDArray[Any]], x: str, y: str) -> I
         allowed = "(sample, height, width[, channel])"
         yield f"{x}: given shape {images.shape}, allowed {allowed}"
     elif len(images) and not images.size:
-        yield f"{x}: given shape {images.shape}, allowed images with pixels"
+        yield f"{x}: given shape {images.shape}, must have pixels"
     if images.dtype.kind not in "iufb":
         yield f"{x}: given {images.dtype}, allowed real numbers"
     elif images.dtype.kind == "f" and not np.abs(images).max(initial=0.0) < LARGEST:
@@ -353,11 +353,11 @@ def split_dirichlet(
         if min(map(len, joined)) >= least:
             return joined
     raise ConfigError(
-        [f"concentration: given {concentration:g} for {devices} devices; somebody is always left "
-         f"with fewer than {least} samples, allowed a larger one or fewer devices"]
+        [f"concentration: given {concentration:g} for {devices} devices; some device always "
+         f"has fewer than {least} samples; use a larger one, or fewer devices"]
     )  # fmt: skip
 
 
 def _check_enough(samples: int, devices: int) -> None:
     if devices > samples:
-        raise ConfigError([f"devices: given {devices}, allowed at most {samples}, one sample each"])
+        raise ConfigError([f"devices: given {devices}, must be <= {samples}, one sample each"])

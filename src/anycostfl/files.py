@@ -18,7 +18,7 @@ from typing import TextIO
 from anycostfl.errors import AnycostError
 
 LOCK = "lock"
-GO_ON = "Free some space, then go on with --resume"
+GO_ON = "Free some space, then resume with --resume"
 LEAVING_S = 2.0  # for another process to leave a folder
 
 
@@ -94,7 +94,7 @@ def exclusive_lock(
 ) -> Iterator[None]:
     """Keep other processes away from a folder; the lock goes when this one does, however it ends.
 
-    Whoever is on the way out gets a moment to leave. Inside the lock stands the process, or a mark.
+    A process that is about to exit gets a moment to leave. The file names the process, or the mark.
     """
     with writing_to(folder, then):
         lock = open(folder / name, "a+", opener=open_nofollow)  # noqa: SIM115 - closed below

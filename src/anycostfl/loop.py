@@ -1,7 +1,7 @@
 """The round loop, the paper's Sec. III-A top to bottom: the only place where rounds follow rounds.
 
-Where devices run is the fleet's business (`fleets`), what a round does is `rounds`', what happens to
-its record is the caller's.
+A fleet decides where devices run (`fleets`), `rounds` what a round does, the caller what happens to
+its record.
 """
 
 from __future__ import annotations

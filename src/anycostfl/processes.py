@@ -25,7 +25,7 @@ POLL_S = 0.5  # between two looks at the parent
 PARENT = "ANYCOSTFL_PARENT"  # environment variable: the process id of the parent
 LOG_BYTES = 10_000_000  # of a log, and of the older part that is kept beside it
 LINE_BYTES = 1000  # of a line: what a stranger sends may end up in one
-COLOUR = re.compile(rb"\x1b\[[0-9;]*m")  # Flower colours its log whoever reads it
+COLOUR = re.compile(rb"\x1b\[[0-9;]*m")  # Flower colours its log on any output
 
 SAFE = {
     "PYTHONSAFEPATH": "1",  # Flower's own programs are started without `python -P`

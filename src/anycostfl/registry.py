@@ -1,8 +1,8 @@
-"""Methods and models by name: one file each, in this package or in a folder of one's own.
+"""Methods and models by name: one file each, in this package or in a custom folder.
 
 With ANYCOSTFL_PATH=FOLDER, FOLDER/methods/NAME.py and FOLDER/models/NAME.py are found as if they
-lay in the package. Only whoever runs a process can set its environment, so a server cannot make a
-device run a file that its owner did not put there.
+were in the package. The environment is set by the user who runs a process, so a server cannot make
+a device run a file that its owner did not put there.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ KINDS = ("methods", "models")
 
 
 def own_folders(kind: str) -> list[str]:
-    """Where a user's own methods or models lie, after the package's."""
+    """Folders of custom methods or models, after the package's."""
     given = os.environ.get(VARIABLE, "").split(os.pathsep)
     return [str(Path(folder, kind).resolve()) for folder in given if folder]
 
@@ -80,8 +80,8 @@ def meant(name: str, known: Sequence[str]) -> str:
 
 
 def _looked() -> str:
-    """Where files of one's own were looked for, or how to name such a place."""
+    """Where custom files were looked for, or how to name such a folder."""
     where = os.environ.get(VARIABLE)
     if where:
         return f" (looked in {VARIABLE}={where} too)"
-    return f" (one of your own needs {VARIABLE}, docs/extend.md)"
+    return f" (for a custom one, set {VARIABLE}; docs/extend.md)"

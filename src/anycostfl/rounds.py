@@ -118,7 +118,7 @@ def draw_seed(seed: int, round_index: int, device: int, purpose: Purpose) -> int
 class Offers:
     """The devices of a round, and what each can spend.
 
-    `drawn` is whom the draw would have chosen if nobody were suspended; `silent` are devices that
+    `drawn` is what the draw would have chosen without suspensions; `silent` are devices that
     were chosen and did not say what they can afford.
     """
 

@@ -1,4 +1,4 @@
-"""Rounds on a terminal while they are played, the page beside them, and what they came to."""
+"""Rounds on a terminal while they run, the page beside them, and their summary."""
 
 from __future__ import annotations
 
@@ -173,7 +173,7 @@ def nothing_learnt(records: Sequence[RoundRecord]) -> str:
 def _write_views(
     config: Config, folder: Path, records: Sequence[RoundRecord], *, curves: bool = True
 ) -> None:
-    """The page and the picture of a run; if they cannot be written, the run goes on without."""
+    """The page and the picture of a run; if they cannot be written, the run continues without."""
     try:
         write_page([folder])
         with suppress(MissingExtraError):

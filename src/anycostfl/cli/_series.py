@@ -55,14 +55,14 @@ def asked(
 
 
 def sets_method(overrides: Sequence[str] | None) -> bool:
-    """Whether --set names a method; who plays several has no use for one."""
+    """Whether --set names a method; a command that runs several has no use for one."""
     return any(item.partition("=")[0].strip() == "run.method" for item in overrides or [])
 
 
 def series_in(
     folder: Path, workers: int, tried: tuple[str, int | None], *, only_show: bool, quiet: bool
 ) -> Series:
-    """The runs of a folder as the options ask for them; `tried` are --learning-rates and --trial."""
+    """The runs of a folder as the options ask; `tried` are --learning-rates and --trial."""
     rates, trial = numbers_of(tried[0], "--learning-rates"), tried[1]
     if trial is not None and not rates:
         raise ConfigError(["--trial: only with --learning-rates"])
@@ -83,7 +83,7 @@ def names_of(text: str, known: Sequence[str], load: Callable[[str], object]) -> 
     given = [name for part in text.split(",") if (name := part.strip())]
     chosen = list(known) if text == "all" else given
     if not chosen:
-        raise ConfigError([f"--methods: given {text!r}, allowed all, or names with commas"])
+        raise ConfigError([f"--methods: given {text!r}, must be all, or names separated by commas"])
     for name in chosen:
         load(name)
     return chosen
@@ -94,7 +94,9 @@ def numbers_of(text: str, option: str) -> list[float]:
     try:
         return [float(part) for part in text.split(",") if part.strip()]
     except ValueError as error:
-        raise ConfigError([f"{option}: given {text!r}, allowed numbers with commas"]) from error
+        raise ConfigError(
+            [f"{option}: given {text!r}, must be numbers separated by commas"]
+        ) from error
 
 
 def progress(*, quiet: bool) -> Callable[[Case, Records], None]:
@@ -112,10 +114,10 @@ def progress(*, quiet: bool) -> Callable[[Case, Records], None]:
 
 @contextmanager
 def working_on(series: Series) -> Iterator[None]:
-    """Keep others away while playing; Ctrl-C ends with a word on how to go on."""
+    """Keep other processes away while running; Ctrl-C ends with how to resume."""
     folder = series.folder
     if not series.play and not folder.is_dir():
-        raise CompareError(f"there are no runs in {folder} yet; without --show they are played")
+        raise CompareError(f"there are no runs in {folder} yet; without --show they are run")
     try:
         with writing_to(folder, OTHERWISE):
             folder.mkdir(parents=True, exist_ok=True)
@@ -129,7 +131,7 @@ def working_on(series: Series) -> Iterator[None]:
 def run_in_background(series: Series, *, json: bool) -> None:
     """Start the same command without --background, detached, its output in a file."""
     if not series.play:
-        raise ConfigError(["--background: not with --show, which plays nothing"])
+        raise ConfigError(["--background: not with --show, which runs nothing"])
     folder = series.folder
     with writing_to(folder, OTHERWISE):
         folder.mkdir(parents=True, exist_ok=True)

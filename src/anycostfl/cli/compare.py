@@ -67,7 +67,7 @@ def compare(
     rounds: Rounds = None,
     rates: Rates = "",
     trial: Trial = None,
-    full: Annotated[bool, typer.Option("--full", help="Go on beyond the target")] = False,
+    full: Annotated[bool, typer.Option("--full", help="Run all rounds, beyond the target")] = False,
     set_: Overrides = None,
     out_dir: OutDir = None,
     workers: Workers = 0,
@@ -77,16 +77,16 @@ def compare(
 ) -> None:
     """Run every method to a target accuracy; what is done already is not repeated.
 
-    With --learning-rates, each method is tried at every rate (all for a quarter of --trial rounds, the
-    better half for half of it, and so on; larger ones too, while the largest is the best) and goes
-    on with the one that did best. Ctrl-C stops cleanly; the same command goes on. The table shows
-    all methods that have runs in the folder.
+    With --learning-rates, each method is tried at every rate (all for a quarter of --trial rounds,
+    the better half for half of it, and so on; larger ones too, while the largest is the best) and
+    continues with the one that did best. Ctrl-C stops cleanly; the same command resumes. The table
+    shows all methods that have runs in the folder.
     """
     if sets_method(set_):
-        raise ConfigError(["--set run.method: not looked at; --methods names what is played"])
+        raise ConfigError(["--set run.method: has no effect; --methods names the methods to run"])
     config = asked(preset, set_, target, rounds)
     if seeds < 1:
-        raise ConfigError([f"--seeds: given {seeds}, allowed 1 or more"])
+        raise ConfigError([f"--seeds: given {seeds}, must be >= 1"])
     chosen = names_of(method_names, methods.names(), methods.load)
     name = Path(preset).stem
     folder = out_dir or Path("runs", f"compare-{name}")
@@ -117,7 +117,7 @@ def compare(
 
 
 def _with_earlier(played: Runs, there: Series, config: Config, seeds: int, enough: Enough) -> Runs:
-    """What was played, and what earlier commands played for the same table, in its order."""
+    """What was run, and what earlier commands ran for the same table, in its order."""
     found = dict(played)
     for method in set(methods.names()) - set(played):
         with suppress(AnycostError):  # other settings, another table; or damaged

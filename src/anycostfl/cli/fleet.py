@@ -53,7 +53,7 @@ def fleet(
     ]
     if (cohort := load_preset("demo", changes).fleet.cohort) > len(MEMBERS):
         raise ConfigError(
-            [f"fleet.cohort: given {cohort}, allowed up to {len(MEMBERS)}, all that start here"]
+            [f"fleet.cohort: given {cohort}, must be <= {len(MEMBERS)}, all that start here"]
         )
     names = [f"device-{i}" for i in range(len(MEMBERS))]
     with tempfile.TemporaryDirectory(prefix="anycostfl-") as scratch:
@@ -80,7 +80,7 @@ def fleet(
 
 
 def free_port() -> int:
-    """A port that nobody uses just now."""
+    """A port that is free now."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])

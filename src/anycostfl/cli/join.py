@@ -47,7 +47,7 @@ def join(
 ) -> None:
     """Take part in whatever the server trains, until Ctrl-C.
 
-    Without --profile it plays the member of that number of the experiment's simulated fleet.
+    Without --profile it acts as the member of that number of the experiment's simulated fleet.
     """
     need_flower()
     parse_address(server, "SERVER")
@@ -96,7 +96,7 @@ def _problems(key: Path | None, trust: Path | None, *, insecure: bool) -> list[s
 
 def _count_problems(given: Mapping[str, float]) -> list[str]:
     wrong = {name: value for name, value in given.items() if not 0 <= value < math.inf}
-    return [f"{name}: given {value:g}, allowed 0 or more" for name, value in wrong.items()]
+    return [f"{name}: given {value:g}, must be >= 0" for name, value in wrong.items()]
 
 
 def _mean_problems(profile: str, rate_bps: float, energy_j: float, latency_s: float) -> list[str]:
@@ -105,13 +105,13 @@ def _mean_problems(profile: str, rate_bps: float, energy_j: float, latency_s: fl
         measured_bps = load_profile(profile).rate_bps or 0.0
         given = {"--rate-bps": rate_bps or measured_bps, "--energy-j": energy_j}
         return [
-            f"{n}: {f'given {v:g}' if v else 'needed with --profile'}, allowed above 0"
+            f"{n}: {f'given {v:g}' if v else 'needed with --profile'}, must be > 0"
             for n, v in given.items()
             if not 0 < v < math.inf
         ]
     ignored = {"--rate-bps": rate_bps, "--energy-j": energy_j, "--latency-s": latency_s}
     return [
-        f"{n}: given {v:g}, allowed only with --profile; without one, a simulated member is played"
+        f"{n}: given {v:g}, allowed only with --profile; a simulated device has its own"
         for n, v in ignored.items()
         if v
     ]

@@ -37,7 +37,7 @@ def run(
         int | None, typer.Option(min=1, help="How many in all, else as the preset or the run says")
     ] = None,
 ) -> None:
-    """Train a simulated fleet and show what it cost. Ctrl-C stops it cleanly; --resume resumes it."""
+    """Train a simulated fleet and show what it cost. Ctrl-C stops it; --resume resumes it."""
     processes = count_workers(workers)
     simulate = find_engine(engine)
     if resume is not None:

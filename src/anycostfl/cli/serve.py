@@ -49,7 +49,7 @@ def serve(
         int | None, typer.Option(min=1, help="How many in all, else as the preset or the run says")
     ] = None,
 ) -> None:
-    """Train on the devices that join, and show what it cost. Ctrl-C stops it; --resume resumes it."""
+    """Train on the devices that join and show what it cost. Ctrl-C stops it; --resume resumes."""
     need_flower()
     hush_flower()
     from anycostfl.flower.fleet import RoundPolicy  # noqa: PLC0415
@@ -117,10 +117,10 @@ def check_counts(config: Config, wait_for: int, min_replies: int) -> None:
     problems = []
     if not 0 <= wait_for <= devices:
         problems.append(
-            f"--wait-for: given {wait_for}, allowed 0 (a full cohort) … {devices} (fleet.devices)"
+            f"--wait-for: given {wait_for}, must be 0 (a full cohort) to {devices} (fleet.devices)"
         )
     if not 1 <= min_replies <= cohort:
-        problems.append(f"--min-replies: given {min_replies}, allowed 1 … {cohort} (fleet.cohort)")
+        problems.append(f"--min-replies: given {min_replies}, must be 1 to {cohort} (fleet.cohort)")
     if problems:
         raise ConfigError(problems)
 

@@ -1,4 +1,4 @@
-"""`anycostfl sweep`: the paper's Fig. 4 (a) to (d) and what liars do, from runs of our own."""
+"""`anycostfl sweep`: the paper's Fig. 4 (a) to (d) and what attackers do, from our runs."""
 
 from __future__ import annotations
 
@@ -107,12 +107,12 @@ def sweep(
     only_show: OnlyShow = False,
     json: Json = False,
 ) -> None:
-    """What each mechanism buys, what heterogeneity costs, what sub-models can do, what liars do.
+    """What mechanisms buy, what heterogeneity costs, what sub-models and attackers can do.
 
     Runs share the folder of `anycostfl compare` and are not repeated. Ctrl-C stops cleanly.
     """
     if kind not in KINDS:
-        raise ConfigError([f"sweep: given {kind!r}, allowed {', '.join(KINDS)}"])
+        raise ConfigError([f"sweep: given {kind!r}, must be one of {', '.join(KINDS)}"])
     given: dict[str, object] = {
         "--methods": method_names,
         "--values": values,
@@ -241,7 +241,7 @@ def _attacks(series: Series, config: Config) -> Finding:
     if all(accuracy is None for by_defence in found.values() for accuracy in by_defence.values()):
         raise nothing_in(series.folder)
     clean = found["none"]["open"]
-    header = ["liars", "open, %", "points", "defended, %", "points"]
+    header = ["attack", "open, %", "points", "defended, %", "points"]
     cells = [
         [kind, *(text for a in by_defence.values() for text in _against(clean, a))]
         for kind, by_defence in found.items()
@@ -252,7 +252,7 @@ def _attacks(series: Series, config: Config) -> Finding:
     }
     rows = [[kind, *by_defence.values()] for kind, by_defence in found.items()]
     draw = partial(draw_bars, panels)
-    return Finding(header, cells, found, [["liars", *found["none"]], *rows], draw)
+    return Finding(header, cells, found, [["attack", *found["none"]], *rows], draw)
 
 
 def _against(clean: float | None, accuracy: float | None) -> list[str]:

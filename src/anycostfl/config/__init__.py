@@ -104,7 +104,7 @@ class Run:
 
 @dataclass(frozen=True, slots=True)
 class Attack:
-    """How many simulated devices lie, and how (`fleets.attackers`)."""
+    """How many simulated devices attack, and how (`fleets.attackers`)."""
 
     kind: Annotated[str, OneOf(("none", "sign-flip", "scale", "random", "poison", "inflate"))] = (
         "none"

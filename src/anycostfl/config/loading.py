@@ -55,7 +55,8 @@ def find_file(folder: str, name: str, what: str) -> Traversable:
         return Path(name)
     known = ", ".join(names_in(folder))
     raise UnknownNameError(
-        f"no {what} {name!r}; {meant(name, names_in(folder))}there are {known}, or give a .toml file"
+        f"no {what} {name!r}; {meant(name, names_in(folder))}there are {known}, or give a .toml "
+        "file"
     )
 
 

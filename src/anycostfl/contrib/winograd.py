@@ -145,7 +145,7 @@ class _Convolution(torch.autograd.Function):
         image, kernels = _channels_last(image), _to_kernels(weight)
         samples, height, width, _ = image.shape
         shape = samples, len(weight), height + 2 * padding - 2, width + 2 * padding - 2
-        # What is returned is no view, so that whoever follows may write to it in place.
+        # What is returned is no view, so that later operations may write to it in place.
         output = torch.empty(shape, dtype=image.dtype, memory_format=torch.channels_last)
         last = output.permute(0, 2, 3, 1)
         last.copy_(image.new_zeros(()) if bias is None else bias)
@@ -203,7 +203,7 @@ def _from_kernels(kernels: Tensor) -> Tensor:
 
 @dataclass(frozen=True, slots=True)
 class Portion:
-    """Some of a layer's tiles, and how they cover an image: so many rows of so many."""
+    """Some of a layer's tiles, and how they cover an image, in rows and columns."""
 
     first: int
     count: int

@@ -1,6 +1,6 @@
 """Experiments side by side (Sec. V): many runs under one folder, each going on where it stopped.
 
-A case is one run: a method, a learning rate, a seed, a fleet. `Series.advance` plays a case until
+A case is one run: a method, a learning rate, a seed, a fleet. `Series.advance` runs a case until
 it is enough; what is done already is read, not repeated. Costs to a target accuracy become rows,
 and rows a table beside the paper's.
 """
@@ -48,7 +48,7 @@ class CompareError(AnycostError):
 
 def nothing_in(folder: Path) -> CompareError:
     """That there is nothing to show."""
-    return CompareError(f"{folder} holds no run of this; without --show they are played")
+    return CompareError(f"{folder} holds no run of this; without --show they are run")
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,30 +70,30 @@ def make_case(config: Config, method: str, rate: float, seed: int) -> Case:
     return Case(name, changed)
 
 
-# --- playing --------------------------------------------------------------------------------------
+# --- running --------------------------------------------------------------------------------------
 
 Enough = Callable[[Records], bool]
 
 
 @dataclass(frozen=True, slots=True)
 class Series:
-    """A folder of runs, how to play them, and who is told about each round."""
+    """A folder of runs, how to run them, and who is told about each round."""
 
     folder: Path
     workers: int
     watch: Callable[[Case, Records], None]
-    play: bool = True  # otherwise only what is there is read
+    play: bool = True  # otherwise existing runs are only read
     rates: Sequence[float] = ()  # learning rates to choose from, by method
     trial: int = TRIAL  # rounds of the trial that chooses
 
     def advance(self, case: Case, enough: Enough) -> Records:
-        """Play a case until it is enough or its rounds are over; go on with what is there."""
+        """Run a case until it is enough or its rounds are over; resume what is there."""
         home = self.folder / case.name
         done: Records = ()
         if (home / CONFIG).exists():
             _check_same(case, home)
             done, _ = read_journal(home, growing=not self.play)
-            done = done[: case.config.run.rounds]  # more were played for something else
+            done = done[: case.config.run.rounds]  # more were run for another comparison
             done = tuple(_if_due(record, case.config) for record in done)
         if not self.play or enough(done) or len(done) >= case.config.run.rounds:
             return done
@@ -110,7 +110,7 @@ class Series:
     def best_rate(self, config: Config, method: str) -> float:
         """The learning rate at which a method is most accurate in a trial; without, its own.
 
-        By halving: all rates play a quarter of the trial, the better half of them half of it, and
+        By halving: all rates run a quarter of the trial, the better half of them half of it, and
         the better half of those, but at least two, all of it. While the largest rate of all is the
         best, one twice as large is tried too.
         """
@@ -130,14 +130,14 @@ class Series:
     def _ranked(
         self, config: Config, method: str, rates: Sequence[float], rounds: int
     ) -> list[float]:
-        """Learning rates, the one that is most accurate after so many rounds first."""
+        """Learning rates, the one that is most accurate after that many rounds first."""
         cases = [make_case(config, method, rate, config.run.seed) for rate in rates]
         scores = [score(self.advance(case, lasted(rounds)), rounds) for case in cases]
         return [rates[i] for i in sorted(range(len(rates)), key=lambda i: -scores[i])]
 
 
 def _evaluated(config: Config, rounds: float) -> int:
-    """At least so many rounds, ending with an evaluation, but no more than there are."""
+    """At least that many rounds, ending with an evaluation, but no more than there are."""
     every = config.run.evaluate_every
     return min(every * math.ceil(rounds / every), config.run.rounds)
 
@@ -174,12 +174,12 @@ def reached(target: float) -> Enough:
 
 
 def lasted(rounds: int) -> Enough:
-    """Whether so many rounds are over."""
+    """Whether that many rounds are over."""
     return lambda records: len(records) >= rounds
 
 
 def score(records: Records, rounds: int) -> float:
-    """How good a learning rate is: mean accuracy over the last quarter of so many rounds."""
+    """How good a learning rate is: mean accuracy over the last quarter of the rounds."""
     late = [
         r.accuracy
         for r in records[:rounds]
@@ -252,8 +252,8 @@ def _recost_round(
     record: RoundRecord, config: Config, profiles: Mapping[str, Profile]
 ) -> RoundRecord | None:
     taking_part = [d.device for d in record.devices]
-    benched = any(d.status is Status.SUSPENDED for d in record.devices)
-    if benched or max(taking_part, default=0) >= config.fleet.devices:
+    suspended = any(d.status is Status.SUSPENDED for d in record.devices)
+    if suspended or max(taking_part, default=0) >= config.fleet.devices:
         return None
     samples = np.ones(config.fleet.devices)
     samples[taking_part] = [d.samples for d in record.devices]
@@ -295,10 +295,10 @@ class Row:
     label: str
     rate: float
     seeds: int
-    rounds: int  # played, of the longest run
-    cost: Cost  # to the target, or of all that was played
+    rounds: int  # of the longest run
+    cost: Cost  # to the target, or of all rounds
     reached: bool  # the target, by every seed
-    whole: bool  # all rounds were played, not only those to the target
+    whole: bool  # all rounds were run, not only those to the target
     over: float  # share of the devices asked, round by round, that paid more than their budgets
     best: float
     spread: float | None  # standard deviation of the best accuracies; one seed has none
@@ -389,7 +389,7 @@ def _times(ratio: float) -> str:
 
 
 def as_figure(value: float, digits: int) -> str:
-    """A cost with so many digits after the point; a tiny experiment has figures, too."""
+    """A cost with that many digits after the point; tiny costs keep significant digits."""
     few = 0 < value < 10.0 ** (1 - digits)
     return f"{value:.2g}" if few else f"{value:.{digits}f}"
 

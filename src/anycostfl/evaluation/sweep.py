@@ -5,7 +5,7 @@
 (c) radio: cost to the target over the spread of distances around 400 m.
 (d) widths: accuracy of every width cut from the trained model, never trained again.
 
-And one of our own, attacks: accuracy with a share of liars, as the paper aggregates and defended.
+Beyond the paper, attacks: accuracy with a share of attackers, as the paper aggregates and defended.
 """
 
 from __future__ import annotations
@@ -117,7 +117,7 @@ def widths(series: Series, config: Config, names: Sequence[str]) -> dict[str, li
         if _saved(home) != len(records):
             raise CompareError(
                 f"{case.name} has {len(records)} rounds of the {config.run.rounds} asked for, and "
-                f"a checkpoint of {_saved(home)}; ask for so many --rounds, or choose another --out"
+                f"a checkpoint of {_saved(home)}; ask for that many --rounds, or another --out"
             )
         trained = open_trained(home)
         least = least_alpha(trained.net)
@@ -135,7 +135,7 @@ def _saved(home: Path) -> int:
 
 
 def attacks(series: Series, config: Config) -> dict[str, dict[str, float | None]]:
-    """Accuracy with liars of every kind, and with none, by defence; None where rounds are missing.
+    """Accuracy by kind of attack, also without any, and by defence; None where rounds are missing.
 
     It is the mean over the last quarter of the rounds. The defence is the configuration's, if it
     changes one, else `DEFENCE`.

@@ -2,7 +2,7 @@
 
     simulated   every device of the experiment, in this process
     pool        the same on several processes
-    attackers   simulated devices that lie, for experiments
+    attackers   simulated devices that attack, for experiments
 
 Real devices are `anycostfl.flower.fleet`; Flower's simulation engine is `anycostfl.contrib.ray`.
 """

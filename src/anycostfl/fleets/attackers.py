@@ -1,4 +1,4 @@
-"""Simulated devices that lie, for experiments with robust aggregation (docs/security.md).
+"""Simulated attackers, for experiments with robust aggregation (docs/security.md).
 
 sign-flip   the opposite of what was learned
 scale       a hundred times what was learned
@@ -89,8 +89,8 @@ def corrupt(update: State, kind: str, seed: int) -> dict[str, Tensor]:
 
 
 def reject_attacks(attack: Attack) -> None:
-    """Refuse an attack where it would not take place: only simulated devices lie."""
+    """Refuse an attack where it would not take place: only simulated devices attack."""
     if attack.kind != "none":
         raise ConfigError(
-            [f"attack.kind: given {attack.kind}, must be none: only simulated devices lie"]
+            [f"attack.kind: given {attack.kind}, must be none: only simulated devices attack"]
         )

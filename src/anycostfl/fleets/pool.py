@@ -43,7 +43,7 @@ class SharedMemoryError(AnycostError):
 
 
 class WorkerFailedError(AnycostError):
-    """What a process of the pool could not do, in its own words."""
+    """An error in a process of the pool, with its message."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -172,7 +172,7 @@ def _correct_in(start: int) -> tuple[Any, str]:
 
 
 def _told(work: Callable[[], Any]) -> tuple[Any, str]:
-    """A result, or what went wrong in words."""
+    """A result, or what went wrong as text."""
     try:
         return work(), ""
     except AnycostError as error:

@@ -272,7 +272,7 @@ def set_task(run_id: int, node_id: int, task_id: int) -> None:
 
 
 def format_console() -> None:
-    """Have Flower's logger write times where nobody watches, and colours where somebody does."""
+    """Have Flower's logger write colours to a terminal, and times elsewhere."""
     if available("console", "log lines have no time"):
         watched = sys.stderr.isatty()
         _use("console").update_console_handler(timestamps=not watched, colored=watched)

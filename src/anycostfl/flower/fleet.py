@@ -382,7 +382,7 @@ class FlowerFleet:
             self._unfit[asked[0]] = corrupt.why
 
     def _renew(self, message: Message) -> None:
-        """A result carries the capabilities for the next round; without them, the device is asked."""
+        """A result carries the next round's capabilities; without them, the device is asked."""
         node = message.metadata.src_node_id
         before = self._capabilities.get(node)
         envelope = Envelope() if message.has_error() else to_envelope(message.content)

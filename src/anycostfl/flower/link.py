@@ -303,7 +303,7 @@ def _content(path: Path) -> bytes | None:
 def check_port(host: str, port: int) -> None:
     """Fail clearly if nothing can listen there."""
     if not 0 < port < 65536:
-        raise ConfigError([f"--port: given {port}, allowed 1 to 65535"])
+        raise ConfigError([f"--port: given {port}, must be 1 to 65535"])
     with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:

@@ -87,7 +87,7 @@ def load(name: str) -> Method:
 
 
 def file_of(name: str) -> str:
-    """The file of a method, in the package or in a folder of one's own."""
+    """The file of a method, in the package or in a custom folder."""
     return f"methods/{_module_name(name)}.py"
 
 

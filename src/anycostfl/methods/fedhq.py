@@ -11,7 +11,7 @@ budget.
 Deviations: levels fill the rate as entropy-coded, so there are more of them than the 2^b − 1 of b
 bits an element, and s_i may be a fraction, below 1 where the rate pays for no more: drawn values
 then stand above ‖u‖_∞, and their expectation is u still. The original's devices measure q_i and
-report it; here it follows from the rate that the server issued, so that nobody gains by a lie:
+report it; here it follows from the rate that the server issued, so false reports gain nothing:
 q = ERROR / (2^b − 1)². At 0.67 to 1.9 bits the ERROR of one update of a CNN was measured as 0.30 to
 0.44, of an early ResNet-18 as 0.66 to 1.42; with 0.55 the CNN's bound is 0.5 % above its least.
 """

@@ -1,4 +1,4 @@
-"""HeteroFL (Diao et al., 2021): widths by computing capacity, averaged over whoever holds them.
+"""HeteroFL (Diao et al., 2021): widths by computing capacity, averaged over their holders.
 
 A device's width follows from its processor and its data, never from its own radio or budget: the
 widest sub-model whose computing, in the time that the cohort's average radio leaves, costs the

@@ -67,7 +67,7 @@ def decode(payload: bytes, shapes: Shapes, upload: Upload) -> Update:
     """The ternary update."""
     layout = Layout(elements(shapes), scalars=len(shapes))
     sparse = unpack_sparse(payload, payload_binding(upload.binding, shapes), layout)
-    signs = sparse.integers  # 0 and −1 become 1 and −1, in their place
+    signs = sparse.integers  # 0 and −1 become 1 and −1, in place
     np.right_shift(signs, 31, out=signs)
     np.bitwise_or(signs, 1, out=signs)
     flat = spread(sparse, unit=1.0)

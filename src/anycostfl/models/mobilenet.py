@@ -1,4 +1,4 @@
-"""A small MobileNetV2 (Sandler et al., 2018) for 32×32 colour images: depthwise convolutions."""
+"""A small MobileNetV2 (Sandler et al., 2018) for 32×32 RGB images: depthwise convolutions."""
 
 from __future__ import annotations
 
@@ -61,5 +61,5 @@ class MobileNet(nn.Module):
 MODEL = ModelSpec(
     build=MobileNet,
     example=lambda batch: torch.randn(batch, 3, 32, 32),
-    summary="small MobileNetV2, 32×32 colour",
+    summary="small MobileNetV2, 32×32, 3 channels",
 )

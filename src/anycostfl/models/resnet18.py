@@ -1,4 +1,4 @@
-"""ResNet-18 for 32×32 colour images (He et al., 2016), with the norm layer of your choice."""
+"""ResNet-18 for 32×32 RGB images (He et al., 2016), with the norm layer of your choice."""
 
 from __future__ import annotations
 
@@ -73,4 +73,4 @@ def spec(norm: NormLayer, summary: str) -> ModelSpec:
     )
 
 
-MODEL = spec(nn.BatchNorm2d, "ResNet-18 with BatchNorm, 32×32 colour")
+MODEL = spec(nn.BatchNorm2d, "ResNet-18 with BatchNorm, 32×32, 3 channels")

@@ -8,4 +8,4 @@ from torch import nn
 
 from anycostfl.models.resnet18 import spec
 
-MODEL = spec(partial(nn.GroupNorm, 32), "ResNet-18 with GroupNorm(32), 32×32 colour")
+MODEL = spec(partial(nn.GroupNorm, 32), "ResNet-18 with GroupNorm(32), 32×32, 3 channels")

@@ -1,4 +1,4 @@
-"""VGG-9 for 32×32 colour images, 3,491,530 parameters, no BatchNorm (paper V-A, CIFAR-10).
+"""VGG-9 for 32×32 RGB images, 3,491,530 parameters, no BatchNorm (paper V-A, CIFAR-10).
 
 Without BatchNorm the initial weights decide how soon it trains: with PyTorch's own, signals shrink
 from layer to layer until all images look alike to the last one. So convolutions begin as in He et
@@ -48,5 +48,5 @@ class Vgg9(nn.Module):
 MODEL = ModelSpec(
     build=Vgg9,
     example=lambda batch: torch.randn(batch, 3, 32, 32),
-    summary="VGG-9, 32×32 colour",
+    summary="VGG-9, 32×32, 3 channels",
 )

@@ -1,4 +1,4 @@
-"""A small vision transformer (Dosovitskiy et al., 2021) for 32×32 colour images."""
+"""A small vision transformer (Dosovitskiy et al., 2021) for 32×32 RGB images."""
 
 from __future__ import annotations
 
@@ -66,5 +66,5 @@ class Vit(nn.Module):
 MODEL = ModelSpec(
     build=Vit,
     example=lambda batch: torch.randn(batch, 3, 32, 32),
-    summary="small vision transformer, 32×32 colour",
+    summary="small vision transformer, 32×32, 3 channels",
 )

@@ -87,7 +87,7 @@ def repeat_devices(**quantities: npt.ArrayLike) -> Devices:
     shape, *others = {*several.values()} or {(1,)}
     if others or len(shape) > 1:
         words = ", ".join(f"{name} {shape}" for name, shape in several.items())
-        raise ConfigError([f"given shapes {words}; allowed one length for all"], "devices")
+        raise ConfigError([f"given shapes {words}; must all have one length"], "devices")
     return Devices(**{name: np.broadcast_to(column, shape) for name, column in columns.items()})
 
 
@@ -104,14 +104,14 @@ def sub_model_cycles(devices: Devices, workload: Workload, alpha: FloatArray | f
 
 
 def compute_time_s(cycles: FloatArray, frequency_hz: FloatArray) -> FloatArray:
-    """T^cmp of so many cycles."""
+    """T^cmp of a number of cycles."""
     return cycles / frequency_hz
 
 
 def compute_energy_j(
     cycles: FloatArray, frequency_hz: FloatArray, energy_coefficient: FloatArray
 ) -> FloatArray:
-    """E^cmp of so many cycles."""
+    """E^cmp of a number of cycles."""
     return energy_coefficient * frequency_hz * frequency_hz * cycles
 
 

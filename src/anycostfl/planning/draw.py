@@ -2,7 +2,7 @@
 
 Every quantity has its own generator, seeded by (seed, round, quantity), and is drawn for the whole
 fleet at once. So device i of round t draws the same numbers whatever the cohort, the order in which
-devices are asked and the rounds played before.
+devices are asked and the rounds before.
 
 Deviations: the paper gives each device 1 MHz; its result table fits 1 MHz shared by the cohort
 (`bandwidth_shared`). Spread distances and coefficients are uniform around their mean.
@@ -112,7 +112,7 @@ class FleetSpec:
         distance = values.get("distance_mean_m")
         ignored = values.get("profiles") and values.get("energy_coefficient_std") is not None
         return [
-            "energy_coefficient_std: given beside profiles, which have an ε of their own; allowed "
+            "energy_coefficient_std: given beside profiles, which have their own ε; allowed "
             "one of them"
             if ignored
             else "",
@@ -126,9 +126,9 @@ def _too_spread(name: str, std: float | None, mean: float | None) -> str:
     if not std:
         return ""
     if mean is None:
-        return f"{name}: given {std:g}, allowed only beside a mean"
+        return f"{name}: given {std:g}, allowed only together with a mean"
     limit = mean / math.sqrt(3.0)
-    return "" if std < limit else f"{name}: given {std:g}, allowed less than {limit:.4g} (mean/√3)"
+    return "" if std < limit else f"{name}: given {std:g}, must be < {limit:.4g} (mean/√3)"
 
 
 class Purpose(enum.IntEnum):

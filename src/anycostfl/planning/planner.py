@@ -102,7 +102,7 @@ def require_feasible(strategies: Strategies, devices: Devices) -> None:
 
 
 def needed_budgets(strategies: Strategies, devices: Devices, i: int) -> str:
-    """In words: the least latency for a device with its energy budget, or the other way round.
+    """As text: the least latency for a device with its energy budget, or the other way round.
 
     Numbers are rounded up, so that what they say does suffice.
     """
@@ -355,7 +355,7 @@ def _search_alpha(p: _Problem, limits: Limits) -> tuple[FloatArray, npt.NDArray[
 
 
 def _longest_upload(p: _Problem, work: FloatArray) -> tuple[FloatArray, FloatArray]:
-    """How long both budgets let a device send beside so many cycles, and the clock for that."""
+    """How long both budgets let a device send beside a number of cycles, and the clock for that."""
     linear = (p.power * p.latency - p.energy) / (p.epsilon * work)
     meeting = _positive_root(linear, p.power / p.epsilon)
     fastest = _clip_frequency(p, meeting)

@@ -61,13 +61,13 @@ class Binds(enum.IntFlag):
     FREQUENCY_MAX = 128
 
     def words(self) -> list[str]:
-        """The constraints in words."""
+        """The constraints as text."""
         return [word for flag, word in BIND_WORDS.items() if flag in self]
 
 
 REASON_WORDS = {int(reason): reason.name.lower() for reason in Reason}
 BIND_WORDS = {flag: str(flag.name).lower().replace("_", " ") for flag in Binds}
-"""What a code of a plan means, in words."""
+"""What a code of a plan means, as text."""
 
 
 @dataclass(frozen=True, slots=True)

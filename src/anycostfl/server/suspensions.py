@@ -6,8 +6,8 @@ link or a bad day. Every update that is used takes one strike back, so a device 
 is refused more often than it is used, not if that happens now and then in a long run.
 
 How far each device's updates pointed where the others' did is added up likewise, for
-`rounds.exclude`: late in training, honest updates of one round often point apart, but attackers lie
-in every round, and early rounds expose them reliably.
+`rounds.exclude`: late in training, honest updates of one round often point apart, but attackers
+attack in every round, and early rounds expose them reliably.
 """
 
 from __future__ import annotations

@@ -5,7 +5,7 @@
     Lemma 2     E‖Δ‖² <= I·ε·η² Σ p_i² (1 − α_i(2−α_i)√β_i)² E‖∇F‖²
     gain        g_i = α_i⁴ β_i,  g = mean of g_i
     Theorem 2   F(w_T) − F* <= Z^{T−1} (F(w_0) − F*),  Z = 1 − (ν/λ)(1 − ε(1 − g^min))
-    Quality     q(β) = (1 − √e(β))² in the place of β, for a codec of relative error e(β)
+    Quality     q(β) = (1 − √e(β))² instead of β, for a codec of relative error e(β)
 
 Lemma 1 rests on |u| being uniform and on shrinking removing the smallest elements. Its last step
 (b) holds exactly while √β <= 2/(3 − α), which every β <= 4/9 meets. The step before it treats the
@@ -16,7 +16,7 @@ divergence of real updates beside the bound.
 
 In all of this, √β stands for what the codec keeps of the update's norm: the paper's codec leaves
 ‖u − ũ‖ = (1 − √β)‖u‖ of a uniform update. A codec whose error is measured keeps 1 − √e(β) instead,
-so its square takes β's place in the gain and in Theorem 1. `MEASURED` holds what was measured.
+so its square replaces β in the gain and in Theorem 1. `MEASURED` holds what was measured.
 """
 
 from __future__ import annotations
@@ -61,14 +61,14 @@ def convergence_factor(
     """Theorem 2's Z: the factor by which one round shrinks the distance to the optimum."""
     if not 0 < strong_convexity <= lipschitz:
         given = f"{strong_convexity:g} and {lipschitz:g}"
-        raise ConfigError([f"strong_convexity, lipschitz: given {given}, allowed 0 < ν <= λ"])
+        raise ConfigError([f"strong_convexity, lipschitz: given {given}, must be 0 < ν <= λ"])
     return 1.0 - strong_convexity / lipschitz * (1.0 - dissimilarity * (1.0 - gain_min))
 
 
 def rounds_to(target: float, *, factor: float, start: float) -> float:
     """The least T with Z^{T−1}·start <= target; infinite where Z >= 1 (no promise is made)."""
     if not (target > 0 and start > 0):
-        raise ConfigError([f"target, start: given {target:g} and {start:g}, allowed numbers > 0"])
+        raise ConfigError([f"target, start: given {target:g} and {start:g}, must be > 0"])
     if target >= start:
         return 1.0
     if factor >= 1.0:

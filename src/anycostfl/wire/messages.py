@@ -54,9 +54,9 @@ class DeviceRejectedError(AnycostError):
 class ExperimentInfo:
     """What a device must know of an experiment.
 
-    `fleet`, `data` and the seed are for devices that play a member of the simulated fleet or train
-    on their part of a common dataset; a device with its own profile and data needs neither. `scale`
-    is what images are normalised by.
+    `fleet`, `data` and the seed are for devices that act as a member of the simulated fleet or
+    train on their part of a common dataset; a device with its own profile and data needs neither.
+    `scale` is what images are normalised by.
     """
 
     fingerprint: str
