@@ -1,4 +1,4 @@
-"""The one door to Flower, what happens without it, and what strangers cannot do."""
+"""The one module that uses undocumented Flower, its fallbacks, and what strangers cannot do."""
 
 from __future__ import annotations
 
@@ -18,8 +18,7 @@ from pathlib import Path
 from typing import Any, cast
 
 import pytest
-from anycostfl.flower.roster import Terms
-from flwr.app import Message, RecordDict, UserConfig
+from flwr.app import UserConfig
 from flwr.clientapp import ClientApp
 
 import anycostfl
@@ -29,12 +28,14 @@ from anycostfl.files import StorageError
 from anycostfl.flower import _internal, control, link, node, superlink
 from anycostfl.flower._internal import ErrorCode, message_bytes, set_task
 from anycostfl.flower.device import Setup
+from anycostfl.flower.fleet import RoundPolicy
 from anycostfl.flower.keys import KeyFolder, make_keys
 from anycostfl.flower.link import ServerOptions, SuperLinkProcess, open_superlink
-from anycostfl.flower.messages import pack_state
+from anycostfl.flower.messages import to_message
 from anycostfl.flower.node import Address
 from anycostfl.flower.post import ReplyCollector
 from anycostfl.processes import LINE_BYTES, follow_output
+from anycostfl.wire.envelope import Envelope, blobs_of
 from flower_grid import ErrorCode as FlowersErrorCode
 from flower_grid import LocalGrid
 from loopback import wait_until
@@ -43,7 +44,7 @@ DOCUMENTED = ("flwr.app", "flwr.clientapp", "flwr.serverapp", "flwr.simulation")
 """https://flower.ai/docs/framework/ref-api/flwr.html, and `__all__` of the package."""
 
 
-# --- one door -------------------------------------------------------------------------------------
+# --- one module -----------------------------------------------------------------------------------
 
 
 def imported(path: Path) -> Iterator[tuple[str, str]]:
@@ -121,7 +122,8 @@ def test_without_flowers_own_sizes_the_arrays_are_counted(without: Callable[[str
     import torch
 
     set_task(run_id=1, node_id=1, task_id=1)
-    message = Message(RecordDict({"w": pack_state({"w": torch.zeros(1000)})}), 5, "train")
+    content = Envelope({}, {"w": blobs_of({"w": torch.zeros(1000)})})
+    message = to_message(content, 5, "train", 0, None)
     whole = message_bytes(message)
     without("sizes")
     assert message_bytes(message) == 4000 < whole
@@ -183,7 +185,7 @@ def test_no_port_is_opened_that_no_filter_stands_in_front_of(
 
 def options(folder: Path, keys: KeyFolder | None = None) -> ServerOptions:
     folder.mkdir(exist_ok=True)
-    return ServerOptions(folder, "127.0.0.1", free_port(), keys, Terms())
+    return ServerOptions(folder, "127.0.0.1", free_port(), keys, RoundPolicy())
 
 
 def send(port: int, head: bytes, fill: bytes = b"", count: int = 0) -> bytes:
