@@ -167,7 +167,7 @@ def test_the_keys_command_says_where_the_server_can_be_reached(
         return " ".join("".join(capsys.readouterr()).split())
 
     assert "only this machine can reach the server" in say("pi")
-    assert "start `anycostfl serve` again" in say("--host", "pi4")
+    assert "restart `anycostfl serve`" in say("--host", "pi4")
     assert "note:" not in say("nano")
 
 
