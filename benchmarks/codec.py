@@ -31,7 +31,7 @@ from torch import Tensor
 
 import _updates
 from anycostfl import methods
-from anycostfl.codec import CODECS, byte_budget, compress, decompress
+from anycostfl.codec import CODECS, Upload, byte_budget, compress, decompress
 
 INVERSE_BETAS = (15, 40, 100, 500)
 BASELINES = ("stc", "qsgd", "uveqfed")
@@ -85,7 +85,7 @@ def baseline(name: str, update: Update, beta: float, repeat: int) -> Row:
     """The compressor of another method; what it remembers from round to round stays empty."""
     method = methods.load(name)
     shapes = {n: tuple(tensor.shape) for n, tensor in update.items()}
-    upload = methods.Upload(beta, seed=0, binding=b"benchmark")
+    upload = Upload(beta, seed=0, binding=b"benchmark")
     payload, encode_s = timed(lambda: method.encode(update, upload), repeat)
     decoded, decode_s = timed(lambda: method.decode(payload, shapes, upload), repeat)
     return Row(name, len(payload), *likeness(update, decoded.values), encode_s, decode_s)

@@ -24,10 +24,12 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from anycostfl import cost, fleet, models, planner, profile
+from anycostfl import models, profile
 from anycostfl.config import Config, load_preset, load_profile
-from anycostfl.experiment import settle
+from anycostfl.experiment import resolve
+from anycostfl.planning import cost, draw, planner
 from anycostfl.profile.speed import elastic_model, timed_epoch
+from anycostfl.records.round import DeviceRecord
 from anycostfl.simulate import run
 
 ALPHAS = (1.0, 0.5, 0.25)
@@ -84,21 +86,21 @@ def configure(model: str, folder: Path, *more: str) -> Config:
         "run.rounds=1",
         "training.precision=fp32",
     ]
-    return settle(load_preset(preset, [*settings, *more]))
+    return resolve(load_preset(preset, [*settings, *more]))
 
 
 def predict(model: str, alpha: float, path: Path, folder: Path) -> Prediction:
     """Give the fleet just enough time for this α; plan one device, simulate one round."""
     config = configure(model, folder)
     wanted, spec = np.array([alpha]), config.fleet
-    device = fleet.place_device(
+    device = draw.place_device(
         load_profile(str(path)), spec, distance_m=100.0, latency_s=1.0, energy_j=1e9
     )
     clock, beta = device.frequency_max_hz, np.array([config.limits.beta_max])
     seconds, _ = cost.round_cost(device, config.workload, wanted, beta, clock)
     budget = float(seconds[0]) * (1 + 1e-9)
     timed = configure(model, folder, f"fleet.latency_s={budget}", f'fleet.profiles=["{path}"]')
-    device = fleet.place_device(
+    device = draw.place_device(
         load_profile(str(path)), spec, distance_m=100.0, latency_s=budget, energy_j=1e9
     )
     planned = planner.plan_strategies(device, config.workload, config.limits_of("anycostfl"))[0]

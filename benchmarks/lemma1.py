@@ -27,7 +27,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from anycostfl.models.cnn import Cnn
-from anycostfl.planning.theory import local_divergence_bound
+from anycostfl.server.theory import local_divergence_bound
 
 ALPHAS = (0.25, 0.5, 0.75, 1.0)
 BETAS = (0.01, 1 / 40, 1 / 15, 0.25)

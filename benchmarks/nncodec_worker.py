@@ -2,7 +2,7 @@
 
 python nncodec_worker.py UPDATE.safetensors BYTES QP [QP …]   →   one JSON line per QP
 
-The first one that takes more than so many bytes is the last.
+The first one that takes more than BYTES is the last.
 """
 
 from __future__ import annotations

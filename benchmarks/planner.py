@@ -13,9 +13,10 @@ from pathlib import Path
 
 import numpy as np
 
-from anycostfl import config, fleet
+from anycostfl import config
 from anycostfl.checks import FloatArray
 from anycostfl.planning.cost import Devices, Workload, make_devices
+from anycostfl.planning.draw import draw_cohort
 from anycostfl.planning.planner import closed_form, plan_strategies
 from anycostfl.planning.strategy import Limits
 
@@ -57,8 +58,7 @@ def throughput(count: int, repeats: int) -> float:
 def draw_cohorts(settings: config.Config, rounds: int) -> Devices:
     """The cohorts of many rounds, one after the other."""
     drawn = [
-        fleet.draw_cohort(settings.fleet, seed=0, round_index=index).devices
-        for index in range(rounds)
+        draw_cohort(settings.fleet, seed=0, round_index=index).devices for index in range(rounds)
     ]
     columns = {
         item.name: np.concatenate([getattr(devices, item.name) for devices in drawn])

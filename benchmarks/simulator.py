@@ -3,8 +3,8 @@
 W1: Fashion-MNIST, 60 devices × 1000 samples IID, 15 a round, McMahan CNN, SGD lr .01, batch 32, one
 local epoch. The bare loop keeps two processes with one thread each, all data in one tensor, a
 resident channels_last model, weights in shared memory, and sums of updates instead of updates;
-whoever is free takes the next device. It plans nothing, encodes nothing and records nothing. Rounds
-of the bare loop and of the simulator alternate in one run, without evaluation; the median is
+a process that is idle takes the next device. It plans nothing, encodes nothing and records nothing.
+Rounds of the bare loop and of the simulator alternate in one run, without evaluation; the median is
 reported, the first round left out.
 
     python benchmarks/simulator.py [--rounds 4] [--growth]
@@ -32,7 +32,7 @@ from torch import Tensor
 
 from anycostfl import data, models
 from anycostfl.config import load_preset
-from anycostfl.simulate import play
+from anycostfl.simulate import simulate
 
 WORKERS, COHORT, SAMPLES, BATCH, RATE = 2, 15, 1000, 32, 0.01
 
@@ -88,7 +88,7 @@ def bare_rounds(dataset: data.Dataset) -> Iterator[float]:
         busy: list[Connection] = []
         idle = list(pipes)
         while waiting or busy:
-            while waiting and idle:  # whoever is free takes the next device
+            while waiting and idle:  # an idle process takes the next device
                 busy.append(idle.pop())
                 busy[-1].send(waiting.pop())
             for pipe in [p for p in wait(busy) if isinstance(p, Connection)]:
@@ -105,10 +105,10 @@ def bare_rounds(dataset: data.Dataset) -> Iterator[float]:
 def simulated_rounds(*overrides: str, workers: int = WORKERS) -> Iterator[float]:
     """Seconds per round of the simulator."""
     common = ("run.rounds=100000", "run.evaluate_every=100000", "training.precision=fp32")
-    turns = play(load_preset("fmnist-iid", [*common, *overrides]), workers=workers)
+    rounds = simulate(load_preset("fmnist-iid", [*common, *overrides]), workers=workers)
     while True:
         start = time.perf_counter()
-        next(turns)
+        next(rounds)
         yield time.perf_counter() - start
 
 
@@ -123,8 +123,8 @@ def side_by_side(rounds: int) -> None:
     }
     seconds: dict[str, list[float]] = {name: [] for name in contestants}
     for number in range(rounds + 1):
-        for name, turns in contestants.items():
-            took = next(turns)
+        for name, taken in contestants.items():
+            took = next(taken)
             if number:  # the first round pays for processes and compilation
                 seconds[name].append(took)
             print(f"round {number} {name:36} {took:7.2f} s", flush=True)
@@ -135,7 +135,7 @@ def side_by_side(rounds: int) -> None:
 
 
 def peak_megabytes(devices: int) -> float:
-    """Peak memory of a process that plays three rounds of a fleet of this size."""
+    """Peak memory of a process that simulates three rounds of a fleet of this size."""
     program = (
         "import sys; sys.path.insert(0, 'benchmarks'); from simulator import small_fleet; "
         f"small_fleet({devices}, 15)"
@@ -149,8 +149,8 @@ def peak_megabytes(devices: int) -> float:
 def small_fleet(devices: int, cohort: int) -> None:
     """Three rounds in this process; prints seconds per round and peak megabytes."""
     overrides = (f"fleet.devices={devices}", f"fleet.cohort={cohort}")
-    turns = simulated_rounds(*overrides, workers=1)
-    times = [next(turns) for _ in range(3)]
+    seconds = simulated_rounds(*overrides, workers=1)
+    times = [next(seconds) for _ in range(3)]
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
     print(f"{statistics.median(times[1:]):.3f} {peak:.1f}")
 
@@ -160,8 +160,8 @@ def growth() -> None:
     for devices in (60, 600, 6000, 10000):
         print(f"fleet of {devices:6d}: peak {peak_megabytes(devices):8.1f} MB", flush=True)
     for cohort in (5, 10, 20, 40, 60):
-        turns = simulated_rounds("fleet.devices=600", f"fleet.cohort={cohort}", workers=1)
-        times = [next(turns) for _ in range(4)]
+        seconds = simulated_rounds("fleet.devices=600", f"fleet.cohort={cohort}", workers=1)
+        times = [next(seconds) for _ in range(4)]
         median = statistics.median(times[1:])
         print(f"cohort of {cohort:4d}: {median:6.2f} s/round, {median / cohort * 1e3:6.1f} ms each")
 

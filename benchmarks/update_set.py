@@ -21,24 +21,24 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from anycostfl import data, models
-from anycostfl.device import TrainOptions, count_correct, train
+from anycostfl.device import Training, count_correct, train
 
 
 @dataclass(frozen=True, slots=True)
 class Stage:
-    """A model after so many warm-up steps, and how large its local epochs are."""
+    """A model after some warm-up steps, and how large its local epochs are."""
 
     name: str
     dataset: str
     model: str
     steps: int
     samples: int
-    options: TrainOptions
+    training: Training
     seed: int = 0
 
 
-GENTLE, BRISK = TrainOptions(0.01, 32), TrainOptions(0.05, 32)
-DEEP = TrainOptions(0.05, 64)
+GENTLE, BRISK = Training(0.01, 32), Training(0.05, 32)
+DEEP = Training(0.05, 64)
 STAGES = (
     Stage("tune-cnn", "fashion-mnist", "cnn", 200, 1000, GENTLE, seed=11),
     Stage("tune-cnn-brisk", "fashion-mnist", "cnn", 800, 1000, BRISK, seed=12),
@@ -76,17 +76,18 @@ def local_updates(stage: Stage, path: str) -> dict[str, dict[str, Tensor]]:
     net: nn.Module = models.load(stage.model).build()
     net = begin(net) if stage.model == "resnet18" else net
     shuffled = torch.randperm(len(images.train_labels), generator=draw)
-    options, labels = stage.options, images.train_labels
-    warm = torch.randint(len(shuffled), (stage.steps * options.batch,), generator=draw)
-    for part in torch.split(warm, 50 * options.batch):
-        train(net, images.train_images[part], labels[part], options, draw)
+    training, labels = stage.training, images.train_labels
+    warm = torch.randint(len(shuffled), (stage.steps * training.batch,), generator=draw)
+    for part in torch.split(warm, 50 * training.batch):
+        train(net, (images.train_images[part], labels[part]), training, draw)
     kind = labels[shuffled]
     two = shuffled[(kind == 2 + stage.seed % 3) | (kind == 7)]
     parts = {"iid": shuffled[: stage.samples], "noniid": two[: stage.samples]}
-    right = count_correct(copy.deepcopy(net), images.test_images[:500], images.test_labels[:500])
-    print(f"{stage.name}: {right / 5:.0f} % right when the local epochs begin", flush=True)
+    tests = images.test_images[:500], images.test_labels[:500]
+    correct = count_correct(copy.deepcopy(net), tests, training)
+    print(f"{stage.name}: {correct / 5:.0f} % correct when the local epochs begin", flush=True)
     return {
-        name: train(copy.deepcopy(net), images.train_images[own], labels[own], options, draw)
+        name: train(copy.deepcopy(net), (images.train_images[own], labels[own]), training, draw)
         for name, own in parts.items()
     }
 

@@ -13,7 +13,7 @@ import time
 import torch
 
 from anycostfl import models
-from anycostfl.device import TrainOptions, reuse_memory, train
+from anycostfl.device import Training, reuse_memory, train
 from anycostfl.shrink import ElasticModel
 
 ALPHAS = (1.0, 0.75, 0.5, 0.25)
@@ -26,7 +26,7 @@ def epoch_s(net: ElasticModel, name: str, alpha: float, *, winograd: bool) -> fl
     images, labels = models.load(name).example(samples), torch.randint(10, (samples,))
     module, draw = net.shrink(alpha).module, torch.Generator().manual_seed(0)
     start = time.perf_counter()
-    train(module, images, labels, TrainOptions(0.01, batch, winograd=winograd), draw)
+    train(module, (images, labels), Training(0.01, batch, winograd=winograd), draw)
     return (time.perf_counter() - start) / samples
 
 

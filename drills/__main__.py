@@ -1,4 +1,4 @@
-"""Inject faults, many times, and say what was lost: `make drill`, or one drill by its name.
+"""Inject faults many times and report what was lost: `make drill`, or one drill by its name.
 
 python -m drills                     # all of them
 python -m drills simulator disk --times 20 --passes 3
@@ -19,7 +19,7 @@ import torch
 
 from drills.common import Order, Report
 
-DRILLS = {  # in this order; how many times each strikes unless told
+DRILLS = {  # in this order; how often each injects its fault by default
     "simulator": 20,
     "workers": 5,
     "disk": 20,
@@ -35,15 +35,15 @@ def main() -> None:
     """Run the drills and print a table; exit with 1 if anything was lost."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("names", nargs="*", help=f"of {', '.join(DRILLS)} [all]")
-    parser.add_argument("--times", type=int, help="how often each fault strikes")
-    parser.add_argument("--passes", type=int, default=1, help="how often all is repeated")
+    parser.add_argument("--times", type=int, help="how often each fault is injected")
+    parser.add_argument("--passes", type=int, default=1, help="how often everything is repeated")
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()
     if unknown := set(args.names) - DRILLS.keys():
         parser.error(f"unknown: {', '.join(sorted(unknown))}; there are {', '.join(DRILLS)}")
     print("| fault | times | lost | remark | seconds |\n|---|---|---|---|---|", flush=True)
     lost = 0
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # whatever was started is stopped
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # so that started processes are stopped
     for number in range(args.passes):
         for name in args.names or DRILLS:
             seed = args.seed + 1000 * number
@@ -52,7 +52,7 @@ def main() -> None:
 
 
 def strike(name: str, times: int, seed: int) -> Report:
-    """Run one drill in a folder of its own and print its line."""
+    """Run one drill in a temporary folder and print its line."""
     torch.set_num_threads(1)  # threads do not survive a fork
     begun = time.monotonic()
     with tempfile.TemporaryDirectory(prefix=f"drill-{name}-") as folder:
@@ -71,7 +71,7 @@ def strike(name: str, times: int, seed: int) -> Report:
 
 
 def show_logs(folder: Path) -> None:
-    """What the processes of a drill said last."""
+    """The last lines of every log of a drill."""
     for path in sorted(folder.glob("**/*.log")):
         print(path.name, *path.read_text().splitlines()[-12:], sep="\n  ", file=sys.stderr)
 

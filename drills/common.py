@@ -1,7 +1,7 @@
-"""What drills share: a small experiment, a run of it in a process of its own, what it should give.
+"""What drills share: a small experiment, a run of it in a separate process, its expected outcome.
 
-A drill is a file here with a function `drill(order) -> Report`. It injects a fault so many times
-and says what was lost; the runner finds it by its file's name.
+A drill is a file here with a function `drill(order) -> Report`. It injects a fault N times and
+reports what was lost; the runner finds it by its file's name.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import time
 import traceback
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from multiprocessing import forkserver
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
@@ -23,13 +24,13 @@ from anycostfl.errors import AnycostError
 from anycostfl.records.run import CONFIG, JOURNAL
 from small_runs import small_overrides
 
-FAILED = 2  # what a run ends with that says what is wrong, as on the command line
+FAILED = 2  # exit code of a run that ends with a message, as on the command line
 ROUNDS = 8
 
 
 @dataclass(frozen=True, slots=True)
 class Order:
-    """What a drill is told: how many faults to inject, where, by which dice."""
+    """What a drill is asked for: how many faults to inject, where, and the seed of its dice."""
 
     times: int
     folder: Path
@@ -42,7 +43,7 @@ class Order:
 
 @dataclass(slots=True)
 class Report:
-    """What a drill did: the fault in words, how often it struck, what was lost or went wrong."""
+    """What a drill did: the fault, how often it was injected, what was lost or went wrong."""
 
     fault: str
     injected: int = 0
@@ -50,14 +51,14 @@ class Report:
     note: str = ""
 
     def expect(self, good: bool, otherwise: str) -> None:
-        """Write down a loss unless something holds."""
+        """Record a loss unless a condition holds."""
         if not good:
             self.lost.append(otherwise)
 
 
 @dataclass(frozen=True, slots=True)
 class Trial:
-    """A small run in a folder, which can be started, resumed and compared with a whole one."""
+    """A small run in a folder that can be started, resumed and compared with an undisturbed one."""
 
     folder: Path
     workers: int = 1
@@ -69,39 +70,41 @@ class Trial:
         return self.folder / "run"
 
     def start(self, before: Callable[[], None] = lambda: None) -> int:
-        """Begin or go on in a forked process, after doing something there; its id."""
+        """Start or resume in a forked process, after calling `before` there; returns its id."""
         child = os.fork()
         if child:
             return child
         code = 1
         try:
             self._redirect()
+            # A fork server of the parent is no child of this process, which needs its own.
+            forkserver._forkserver._forkserver_pid = None  # type: ignore[attr-defined]
             before()
-            code = self._play()
+            code = self._run()
         except Exception:
             traceback.print_exc()
         finally:
             os._exit(code)
 
     def finish(self) -> int:
-        """Begin or go on to the end, undisturbed; the exit code."""
+        """Start or resume, and run to the end undisturbed; returns the exit code."""
         return os.waitstatus_to_exitcode(os.waitpid(self.start(), 0)[1])
 
     def outcome(self) -> tuple[bytes, bytes]:
-        """Journal and last checkpoint, to the bit; empty where there is none."""
+        """The bytes of the journal and the last checkpoint; empty where there is none."""
         last = self.home / f"checkpoint-{self.rounds}.safetensors"
         files = (self.home / JOURNAL, last)
         journal, checkpoint = (path.read_bytes() if path.exists() else b"" for path in files)
         return journal, checkpoint
 
     def _redirect(self) -> None:
-        """What the run says goes into a file."""
+        """Send the run's output to a file."""
         log = os.open(self.folder / "run.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
         os.dup2(log, 1)
         os.dup2(log, 2)
         sys.stdout, sys.stderr = os.fdopen(1, "w"), os.fdopen(2, "w")
 
-    def _play(self) -> int:
+    def _run(self) -> int:
         try:
             if (self.home / CONFIG).exists():
                 run(resume=self.home, workers=self.workers, json=True)
@@ -115,8 +118,8 @@ class Trial:
         return 0
 
 
-def whole(folder: Path) -> tuple[tuple[bytes, bytes], float]:
-    """What a run gives that nothing happens to, and how many seconds it takes."""
+def undisturbed(folder: Path) -> tuple[tuple[bytes, bytes], float]:
+    """The outcome of an undisturbed run, and how many seconds it takes."""
     folder.mkdir(parents=True)
     trial, begun = Trial(folder), time.monotonic()
     if trial.finish():
@@ -125,7 +128,7 @@ def whole(folder: Path) -> tuple[tuple[bytes, bytes], float]:
 
 
 def kill_within(child: int, seconds: float) -> bool:
-    """Let a process live for so long, then kill it; whether it was still alive."""
+    """Kill a process after a number of seconds; returns whether it was still running."""
     until = time.monotonic() + seconds
     while time.monotonic() < until:
         if os.waitpid(child, os.WNOHANG)[0]:

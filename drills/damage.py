@@ -1,4 +1,4 @@
-"""Files that rot: the newest checkpoint or the journal is damaged between two starts of a run."""
+"""Corrupt files: the newest checkpoint or the journal is damaged between two starts of a run."""
 
 from __future__ import annotations
 
@@ -6,15 +6,15 @@ import random
 import shutil
 from pathlib import Path
 
-from anycostfl.records.run import JOURNAL, read_run
 from anycostfl.records.checkpoint import checkpoints
-from drills.common import Order, Report, Trial, kill_within, whole
+from anycostfl.records.run import JOURNAL, read_run
+from drills.common import Order, Report, Trial, kill_within, undisturbed
 
 
 def drill(order: Order) -> Report:
-    """Damage one of the two files after a kill; the resumed run must say so and end the same."""
+    """Damage one of the two files after a kill; the resumed run must report it and end the same."""
     report, dice = Report("damaged checkpoint or journal"), order.dice()
-    expected, longest = whole(order.folder / "whole")
+    expected, longest = undisturbed(order.folder / "undisturbed")
     trial = Trial(order.folder)
     while report.injected < order.times:
         kill_within(trial.start(), dice.uniform(0.3, 1.0) * longest)
@@ -22,10 +22,12 @@ def drill(order: Order) -> Report:
         if len(found) < 2:
             continue  # the first round is not over: there is no checkpoint before this one
         victim = dice.choice([found[0], trial.home / JOURNAL])
-        spoil(victim, dice)
+        corrupt(victim, dice)
         report.injected += 1
         saved = read_run(trial.home)
-        report.expect(any("damaged" in text for text in saved.remarks), f"no word on {victim.name}")
+        report.expect(
+            any("damaged" in text for text in saved.remarks), f"no remark on {victim.name}"
+        )
         report.expect(saved.checkpoint is not None, f"every checkpoint, with {victim.name}")
         if dice.random() < 0.5:
             report.expect(trial.finish() == 0, "a run that could not be resumed")
@@ -36,8 +38,8 @@ def drill(order: Order) -> Report:
     return report
 
 
-def spoil(path: Path, dice: random.Random) -> None:
-    """Cut a file short, empty it, or overwrite some bytes with ones that mean nothing there."""
+def corrupt(path: Path, dice: random.Random) -> None:
+    """Truncate a file, empty it, or flip all bits of eight bytes."""
     content = bytearray(path.read_bytes())
     how = dice.randrange(3)
     if how == 0:

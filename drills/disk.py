@@ -1,7 +1,7 @@
-"""A disk that is full at some byte: the run says so, what was saved is whole, it goes on later.
+"""A full disk: the run says so, what was saved is intact, and it can be resumed later.
 
-No disk has to be filled: no file of the process may grow beyond a random size (RLIMIT_FSIZE), so
-that the write which crosses it fails half way, in the journal, a checkpoint or the page.
+No disk is filled: no file of the process may grow beyond a random size (RLIMIT_FSIZE), so that the
+write that crosses it fails half way, in the journal, a checkpoint or the page.
 """
 
 from __future__ import annotations
@@ -12,14 +12,14 @@ import shutil
 from functools import partial
 
 from anycostfl.records.run import CONFIG, read_run
-from drills.common import FAILED, Order, Report, Trial, whole
+from drills.common import FAILED, Order, Report, Trial, undisturbed
 from small_runs import small_dataset
 
 
 def drill(order: Order) -> Report:
-    """Let writes fail beyond random sizes, then give room and go on."""
+    """Let writes fail beyond random sizes, then lift the limit and resume."""
     report, dice = Report("disk full"), order.dice()
-    expected, _ = whole(order.folder / "whole")
+    expected, _ = undisturbed(order.folder / "undisturbed")
     small_dataset(order.folder)
     largest = max(map(len, expected))
     trial = Trial(order.folder)

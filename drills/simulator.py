@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import shutil
 
-from drills.common import Order, Report, Trial, kill_within, whole
+from drills.common import Order, Report, Trial, kill_within, undisturbed
 
 
-def drill(order: Order) -> Report:
-    """Kill runs until it happened so many times, resume each, begin anew whenever one ends."""
+def drill(order: Order, workers: int = 1) -> Report:
+    """Kill a run N times and resume it each time; start a new one whenever one ends."""
     report, dice = Report("SIGKILL of the simulator"), order.dice()
-    expected, longest = whole(order.folder / "whole")
-    trial = Trial(order.folder)
+    expected, longest = undisturbed(order.folder / "undisturbed")
+    trial = Trial(order.folder, workers)
     while report.injected < order.times:
         if kill_within(trial.start(), dice.uniform(0.0, longest)):
             report.injected += 1

@@ -11,8 +11,8 @@ import torch
 
 from anycostfl.config import to_toml
 from anycostfl.records.run import RunWriter
-from anycostfl.runs import keep
-from anycostfl.simulate import play
+from anycostfl.runs import journal
+from anycostfl.simulate import simulate
 from drills.common import Order, Report
 from small_runs import small_config
 
@@ -21,12 +21,12 @@ MOST_MIB = 16.0  # that memory may grow after that
 
 
 def drill(order: Order) -> Report:
-    """Play `order.times` rounds (of a real run directory) and compare late rounds with early."""
+    """Run `order.times` rounds with a real run directory; compare late rounds with early ones."""
     child = os.fork()  # so that nothing the drills did before is measured
     if not child:
         code = 1
         try:
-            (order.folder / "told").write_text("\n".join(soak(order)))
+            (order.folder / "result").write_text("\n".join(soak(order)))
             code = 0
         finally:
             os._exit(code)
@@ -34,32 +34,32 @@ def drill(order: Order) -> Report:
     report = Report("soak, rounds", order.times)
     report.expect(code == 0, "the process")
     if code == 0:
-        report.note, *report.lost = (order.folder / "told").read_text().splitlines()
+        report.note, *report.lost = (order.folder / "result").read_text().splitlines()
     return report
 
 
 def soak(order: Order) -> list[str]:
-    """A word on memory and files, then what went wrong."""
+    """A remark on memory and files, then what went wrong."""
     torch.set_num_threads(1)
     config = small_config(
         order.folder, f"run.rounds={order.times}", "run.checkpoint_every=10", "fleet.devices=40"
     )
     writer = RunWriter.create(order.folder / "run", to_toml(config))
     memory, files = [], []
-    for turn in keep(play(config), config, writer):
-        if turn.record.round % 10 == 9 or turn.after.rounds == order.times:
+    for result in journal(simulate(config), config, writer):
+        if result.record.round % 10 == 9 or result.state.rounds == order.times:
             gc.collect()
             ctypes.CDLL(None).malloc_trim(0)  # what is free already is no growth
             memory.append(own_mib())
             files.append(len(os.listdir("/proc/self/fd")))
     early = max(1, int(WARM * len(memory)))
     grown = memory[-1] - max(memory[:early])
-    told = [f"{grown:+.1f} MiB, {files[-1] - files[0]:+d} files"]
+    found = [f"{grown:+.1f} MiB, {files[-1] - files[0]:+d} files"]
     if grown > MOST_MIB:
-        told.append(f"memory grew by {grown:.1f} MiB")
+        found.append(f"memory grew by {grown:.1f} MiB")
     if files[-1] > files[0]:
-        told.append(f"{files[-1] - files[0]} files were left open")
-    return told
+        found.append(f"{files[-1] - files[0]} files were left open")
+    return found
 
 
 def own_mib() -> float:

@@ -1,4 +1,4 @@
-"""kill -9 of worker processes: the run says so and stops, and a resumed one loses nothing."""
+"""kill -9 of worker processes: the run ends with a message, and resuming it loses nothing."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ import time
 from contextlib import suppress
 from pathlib import Path
 
-from drills.common import FAILED, Order, Report, Trial, whole
+from drills.common import FAILED, Order, Report, Trial, undisturbed
 
 
 def drill(order: Order) -> Report:
-    """Kill one of two workers at a random moment, as often as asked; resume after each."""
+    """Kill one of two workers at a random moment, N times; resume after each."""
     report, dice = Report("SIGKILL of a worker"), order.dice()
-    expected, longest = whole(order.folder / "whole")
+    expected, longest = undisturbed(order.folder / "undisturbed")
     trial = Trial(order.folder, workers=2)
     while report.injected < order.times:
         child = trial.start()
@@ -57,7 +57,7 @@ def children(parent: int) -> list[int]:
 
 
 def kill(pid: int) -> bool:
-    """Kill a process; whether it was there."""
+    """Kill a process; returns whether it existed."""
     with suppress(ProcessLookupError):
         os.kill(pid, signal.SIGKILL)
         return True

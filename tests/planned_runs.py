@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-from dataclasses import asdict
 from pathlib import Path
 
 import numpy as np
@@ -13,7 +12,8 @@ from anycostfl.config import Config, load_preset, to_toml
 from anycostfl.planning.draw import draw_cohort
 from anycostfl.planning.planner import plan_strategies
 from anycostfl.planning.strategy import Binds, Reason
-from anycostfl.records.round import DeviceRecord, RoundRecord
+from anycostfl.records.journal import format_record
+from anycostfl.records.round import DeviceRecord, RoundRecord, Status
 from anycostfl.records.run import JOURNAL, TIMING, RunWriter
 
 
@@ -22,7 +22,7 @@ def planned_run(folder: Path, *overrides: str) -> Config:
     config = load_preset("demo", overrides)
     RunWriter.create(folder, to_toml(config))
     rounds = [planned_round(config, number) for number in range(config.run.rounds)]
-    lines = [json.dumps(asdict(record)) for record in rounds]
+    lines = [format_record(record) for record in rounds]
     (folder / JOURNAL).write_text("".join(line + "\n" for line in lines))
     timing = [{"round": number, "seconds": 0.5} for number in range(config.run.rounds)]
     (folder / TIMING).write_text("".join(json.dumps(item) + "\n" for item in timing))
@@ -39,7 +39,8 @@ def planned_round(config: Config, number: int) -> RoundRecord:
     devices = tuple(
         DeviceRecord(
             device=int(cohort.index[i]),
-            status="ok" if able else f"sat out: {Reason(int(planned.reason[i]))}",
+            status=Status.OK if able else Status.INFEASIBLE,
+            cause="" if able else str(Reason(int(planned.reason[i]))),
             samples=int(given.samples[i]),
             distance_m=float(cohort.distance_m[i]),
             rate_bps=float(given.rate_bps[i]),

@@ -94,7 +94,7 @@ def _upload_time(columns: dict[str, Array], work: Array) -> Array:
     low = np.broadcast_to(np.log(columns["frequency_min_hz"]), work.shape)
     high = np.broadcast_to(np.log(columns["frequency_max_hz"]), work.shape)
     best = np.full(work.shape, -np.inf)
-    for points in [17, *[7] * 18]:
+    for points in [17, *[7] * 14]:  # each of the last 14 narrows log f to a third
         share = np.linspace(0.0, 1.0, points)[:, None, None]
         f = np.exp(low + (high - low) * share)
         spent = columns["energy_coefficient"] * f**2 * work

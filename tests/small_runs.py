@@ -7,6 +7,9 @@ from pathlib import Path
 import numpy as np
 
 from anycostfl.config import Config, load_preset
+from anycostfl.data import Dataset
+from anycostfl.experiment import Experiment, build_experiment, load_data, split
+from anycostfl.fleets.simulated import Holdings, SimulatedFleet
 
 DATA = "stripes.npz"
 
@@ -51,3 +54,34 @@ def small_overrides(folder: Path, *more: str) -> list[str]:
 def small_config(folder: Path, *more: str) -> Config:
     """The configuration of a small run."""
     return load_preset("demo", small_overrides(folder, *more))
+
+
+def small_holdings(config: Config, dataset: Dataset) -> Holdings:
+    """The samples of every device of a small run."""
+    parts = split(config.data, config.fleet.devices, config.run.seed, dataset)
+    return Holdings.of(dataset, parts)
+
+
+def small_fleet(config: Config) -> tuple[Experiment, SimulatedFleet]:
+    """The experiment and the simulated fleet of a small run."""
+    dataset = load_data(config)
+    experiment = build_experiment(config, dataset)
+    return experiment, SimulatedFleet(experiment, small_holdings(config, dataset))
+
+
+OWN_MODEL = """
+import torch
+from torch import nn
+from anycostfl.models import ModelSpec
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.hidden, self.norm, self.out = {layers}
+
+    def forward(self, images):
+        return self.out(self.norm(self.hidden(images.flatten(1).to(self.out.weight.dtype))))
+
+MODEL = ModelSpec(build=Net, example=lambda batch: torch.randn(batch, 1, 28, 28), summary="own")
+"""
+"""The file of a custom model; `layers` are three."""

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from anycostfl import methods
-from anycostfl.codec import compress, decompress, frame
+from anycostfl.codec import Upload, compress, decompress, frame
 from anycostfl.codec.frame import OVERHEAD
 from anycostfl.codec.sections import bytes_by_section
 from anycostfl.errors import PayloadError
@@ -100,7 +100,7 @@ def test_critical_section_of_a_later_minor_version_is_refused(payload: bytes) ->
 def test_a_format_without_sections_is_read_in_its_own_version_only(method: str, codec: str) -> None:
     update = {name: torch.ones(shape) for name, shape in SHAPES.items()}
     chosen = methods.load(method)
-    issued = codec.Upload(1.0, 0, b"plan", codec=codec)
+    issued = Upload(1.0, 0, b"plan", codec=codec)
     payload = chosen.encode(update, issued)
     chosen.decode(payload, SHAPES, issued)
     with pytest.raises(PayloadError, match=r"has format 1\.1, expected 1\.0"):

@@ -21,7 +21,6 @@ from anycostfl.evaluation.compare import (
     Case,
     CompareError,
     Cost,
-    Records,
     Series,
     Spent,
     as_cells,
@@ -40,38 +39,38 @@ from anycostfl.evaluation.compare import (
     to_markdown,
 )
 from anycostfl.files import InUseError, exclusive_lock
-from anycostfl.records.round import DeviceRecord, RoundRecord
+from anycostfl.records.round import DeviceRecord, Records, RoundRecord, Status, total
 from anycostfl.records.run import read_journal
 from small_runs import small_config, small_overrides
 
 
-def rounds_of(*accuracies: float | None) -> list[RoundRecord]:
+def make_rounds(*accuracies: float | None) -> list[RoundRecord]:
     """Two devices a round: 3 s and 5 s, 1 J and 2 J, 10 and 20 bytes, half and all the FLOPs."""
-    one = DeviceRecord(0, "ok", 100, 1.0, 1.0, 9.0, flops_ratio=0.5, bytes_up=10, compute_s=3.0)
+    one = DeviceRecord(0, Status.OK, samples=100, budget_j=9.0, flops_ratio=0.5, bytes_up=10)
     two = replace(one, device=1, flops_ratio=1.0, bytes_up=20, compute_s=5.0, upload_j=2.0)
-    devices = (replace(one, compute_j=1.0), two)
+    devices = (replace(one, compute_s=3.0, compute_j=1.0), two)
     return [RoundRecord(i, accuracy, devices) for i, accuracy in enumerate(accuracies)]
 
 
 def test_costs_by_hand(tmp_path: Path) -> None:
     config = small_config(tmp_path)
     config = replace(config, workload=replace(config.workload, flops_per_sample=1e9))
-    records = rounds_of(0.1, None, 0.7, 0.6)
-    assert cost_of(records, config) == pytest.approx(Cost(4, 12e-3, 20 / 60, 0.6, 120e-9))
-    assert cost_to(records, config, 0.7) == Spent(cost_of(records[:3], config), reached=True)
-    assert cost_to(records, config, 0.71) == Spent(cost_of(records, config), reached=False)
+    records = make_rounds(0.1, None, 0.7, 0.6)
+    assert cost_of(total(records), config) == pytest.approx(Cost(4, 12e-3, 20 / 60, 0.6, 120e-9))
+    assert cost_to(records, config, 0.7) == Spent(cost_of(total(records[:3]), config), reached=True)
+    assert cost_to(records, config, 0.71) == Spent(cost_of(total(records), config), reached=False)
     assert reached(0.7)(records)
     assert not reached(0.71)(records)
-    assert score(rounds_of(0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8), 8) == pytest.approx(0.7)
+    assert score(make_rounds(0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8), 8) == pytest.approx(0.7)
 
 
-def test_who_paid_more_than_its_budgets_by_hand(tmp_path: Path) -> None:
+def test_the_share_of_devices_over_budget_by_hand(tmp_path: Path) -> None:
     config = small_config(tmp_path, "fleet.latency_s=5.0")  # just enough for the slower one
-    affordable = rounds_of(0.1, 0.7)
+    affordable = make_rounds(0.1, 0.7)
     assert over_budget(affordable, config) == 0.0
     late = replace(config, fleet=replace(config.fleet, latency_s=4.0))
     assert over_budget(affordable, late) == 0.5
-    (first, second), idle = affordable[0].devices, DeviceRecord(2, "sat out: energy", budget_j=0.0)
+    (first, second), idle = affordable[0].devices, DeviceRecord(2, Status.INFEASIBLE)
     poor = RoundRecord(0, None, (replace(first, budget_j=0.9), second, idle))
     assert over_budget([poor, *affordable[1:]], config) == 0.25
     assert over_budget([], config) == 0.0
@@ -82,7 +81,7 @@ def test_who_paid_more_than_its_budgets_by_hand(tmp_path: Path) -> None:
 
 def test_a_row_is_the_mean_over_seeds(tmp_path: Path) -> None:
     config = small_config(tmp_path)
-    runs = [(config, rounds_of(0.5, 0.9)), (config, rounds_of(0.5, 0.6, 0.5, 0.8))]
+    runs = [(config, make_rounds(0.5, 0.9)), (config, make_rounds(0.5, 0.6, 0.5, 0.8))]
     row = make_row("anycostfl", runs, 0.8)
     assert (row.reached, row.cost.rounds, row.seeds) == (True, 3, 2)
     assert row.best == pytest.approx(0.85)
@@ -106,7 +105,7 @@ def test_a_row_is_the_mean_over_seeds(tmp_path: Path) -> None:
 def test_curves_by_hand(tmp_path: Path) -> None:
     config = small_config(tmp_path, "run.seed=7", "training.learning_rate=0.1")
     config = replace(config, workload=replace(config.workload, flops_per_sample=1e9))
-    lines = to_curves({"stc": [(config, rounds_of(0.1, None, 0.7))]}).splitlines()
+    lines = to_curves({"stc": [(config, make_rounds(0.1, None, 0.7))]}).splitlines()
     assert lines == [
         "method,rate,seed,round,accuracy,energy_kj,latency_min,tflops,gigabytes",
         "stc,0.1,7,1,0.1,0.003,0.0833333,0.15,3e-08",
@@ -143,7 +142,7 @@ def test_what_is_done_is_not_repeated(tmp_path: Path) -> None:
     assert again.advance(make_case(config, "qsgd", 0.05, 1), lasted(1)) == ()
 
 
-def test_a_run_goes_on_only_as_it_began(tmp_path: Path) -> None:
+def test_a_run_continues_only_with_the_settings_it_began_with(tmp_path: Path) -> None:
     config = small_config(tmp_path)
     series = Series(tmp_path / "all", 1, nobody)
     series.advance(make_case(config, "anycostfl", 0.05, 0), lasted(1))
@@ -156,7 +155,7 @@ def test_a_run_goes_on_only_as_it_began(tmp_path: Path) -> None:
     assert len(series.advance(make_case(longer, "anycostfl", 0.05, 0), lasted(2))) == 2
 
 
-def test_a_run_does_not_go_on_with_another_method_of_the_same_name(
+def test_a_run_does_not_continue_with_another_method_of_the_same_name(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     own = tmp_path / "mine" / "methods" / "own_average.py"
@@ -174,7 +173,7 @@ def test_a_run_does_not_go_on_with_another_method_of_the_same_name(
         series.advance(case, lasted(1))
 
 
-def test_how_long_a_run_is_to_go_on_does_not_show_in_its_rounds(tmp_path: Path) -> None:
+def test_the_planned_end_of_a_run_does_not_change_its_rounds(tmp_path: Path) -> None:
     def rounds(folder: str, *more: str) -> Records:
         config = small_config(tmp_path, "run.method=uveqfed", *more)
         return Series(tmp_path / folder, 1, nobody).advance(Case("one", config), lasted(2))
@@ -183,7 +182,7 @@ def test_how_long_a_run_is_to_go_on_does_not_show_in_its_rounds(tmp_path: Path) 
     assert rounds("long", "run.rounds=9", "run.checkpoint_every=3", "summary=else") == short
 
 
-def test_what_was_the_last_round_once_is_a_round_like_any_other(tmp_path: Path) -> None:
+def test_an_extended_run_equals_one_that_was_planned_as_long(tmp_path: Path) -> None:
     def rounds(folder: str, count: int) -> Records:
         config = small_config(tmp_path, "run.evaluate_every=3", f"run.rounds={count}")
         return Series(tmp_path / folder, 1, nobody).advance(Case("one", config), lasted(count))
@@ -193,15 +192,15 @@ def test_what_was_the_last_round_once_is_a_round_like_any_other(tmp_path: Path) 
     assert [r.accuracy is None for r in rounds("once", 4)] == [True, True, False, False]
 
 
-def test_whoever_was_benched_cannot_be_paid_again(tmp_path: Path) -> None:
+def test_a_round_with_a_suspended_device_cannot_be_recosted(tmp_path: Path) -> None:
     config = make_case(small_config(tmp_path), "stc", 0.05, 0).config
     records = Series(tmp_path / "all", 1, nobody).advance(Case("stc", config), lasted(1))
-    away = replace(records[0].devices[0], status="benched: until round 9", samples=0)
+    away = replace(records[0].devices[0], status=Status.SUSPENDED, samples=0)
     changed = replace(records[0], devices=(away, *records[0].devices[1:]))
     assert recost([changed], config) is None
 
 
-def test_the_best_rate_wins(tmp_path: Path) -> None:
+def test_the_best_learning_rate_wins(tmp_path: Path) -> None:
     series = Series(tmp_path / "all", 1, nobody, rates=[1e-9, 0.05, 50.0], trial=4)
     config = small_config(tmp_path)
     assert series.best_rate(config, "fedavg") == 0.05
@@ -209,7 +208,7 @@ def test_the_best_rate_wins(tmp_path: Path) -> None:
     assert Series(tmp_path / "all", 1, nobody).best_rate(alone, "fedavg") == 0.7
 
 
-def test_poor_rates_are_given_up_early(tmp_path: Path) -> None:
+def test_poor_learning_rates_are_dropped_early(tmp_path: Path) -> None:
     rates = [1e-9, 2e-9, 0.03, 0.05, 50.0]
     series = Series(tmp_path / "all", 1, nobody, rates=rates, trial=4)
     best = series.best_rate(small_config(tmp_path), "fedavg")
@@ -219,7 +218,7 @@ def test_poor_rates_are_given_up_early(tmp_path: Path) -> None:
     assert played[2:4] == [4, 4]
 
 
-def test_larger_rates_are_tried_while_the_largest_is_the_best(tmp_path: Path) -> None:
+def test_larger_learning_rates_are_tried_while_the_largest_is_the_best(tmp_path: Path) -> None:
     series = Series(tmp_path / "all", 1, nobody, rates=[0.02, 0.04], trial=3)
     config = small_config(tmp_path, "run.evaluate_every=2")
     best = series.best_rate(config, "fedavg")
@@ -230,7 +229,7 @@ def test_larger_rates_are_tried_while_the_largest_is_the_best(tmp_path: Path) ->
     assert only.best_rate(config, "fedavg") == best
 
 
-def test_runs_that_went_on_for_longer_count_up_to_what_is_asked(tmp_path: Path) -> None:
+def test_longer_runs_count_up_to_the_rounds_asked_for(tmp_path: Path) -> None:
     long = small_config(tmp_path, "run.rounds=3")
     told: list[int] = []
     series = Series(tmp_path / "all", 1, lambda _, records: told.append(len(records)))
@@ -242,7 +241,7 @@ def test_runs_that_went_on_for_longer_count_up_to_what_is_asked(tmp_path: Path) 
     assert told == [1, 2, 3]  # nothing was played again
 
 
-def test_only_one_process_works_on_a_folder(tmp_path: Path) -> None:
+def test_only_one_process_locks_a_folder(tmp_path: Path) -> None:
     with (
         exclusive_lock(tmp_path),
         pytest.raises(InUseError, match=str(os.getpid())),
@@ -270,12 +269,12 @@ def test_another_fleet_pays_for_the_same_training(tmp_path: Path) -> None:
     planned = series.advance(make_case(config, "anycostfl", 0.05, 0), lasted(2))
     moved = replace(config, fleet=fleet, run=replace(config.run, method="anycostfl"))
     assert recost(planned, moved) is None  # it would have planned otherwise
-    benched = DeviceRecord(99, "benched", 0, 0.0, 0.0, 0.0)
-    more = replace(records[0], devices=(*records[0].devices, benched))
+    suspended = DeviceRecord(99, Status.SUSPENDED)
+    more = replace(records[0], devices=(*records[0].devices, suspended))
     assert recost([more], config) is None  # others would have been drawn
 
 
-def test_who_sits_out_in_both_fleets_pays_nothing(tmp_path: Path) -> None:
+def test_a_device_that_is_infeasible_in_both_fleets_pays_nothing(tmp_path: Path) -> None:
     nothing = ("fleet.energy_min_j=1e-9", "fleet.energy_max_j=1e-9")
     config = make_case(small_config(tmp_path, *nothing), "anycostfl", 0.05, 0).config
     records = Series(tmp_path / "all", 1, nobody).advance(Case("poor", config), lasted(1))
@@ -283,7 +282,7 @@ def test_who_sits_out_in_both_fleets_pays_nothing(tmp_path: Path) -> None:
     paid = recost(records, replace(config, fleet=fleet))
     assert paid is not None
     assert [d.status for d in paid[0].devices] == [d.status for d in records[0].devices]
-    assert all(d.status.startswith("sat out") for d in records[0].devices)
+    assert {d.status for d in records[0].devices} == {Status.INFEASIBLE}
 
 
 def test_compare_from_the_command_line(tmp_path: Path) -> None:
@@ -293,7 +292,7 @@ def test_compare_from_the_command_line(tmp_path: Path) -> None:
         "demo",
         "--methods",
         "anycostfl,stc",
-        "--rates",
+        "--learning-rates",
         "0.01,0.05",
         "--trial",
         "2",
@@ -318,13 +317,13 @@ def test_compare_from_the_command_line(tmp_path: Path) -> None:
         assert message in str(result.exception)
 
 
-def test_compare_goes_on_alone(tmp_path: Path) -> None:
+def test_compare_continues_in_the_background(tmp_path: Path) -> None:
     words = [sys.executable, "-m", "anycostfl", "compare", "demo", "--methods", "fedavg"]
     words += ["--rounds", "1", "--workers", "1", "--out", str(tmp_path / "all"), "--background"]
     for item in small_overrides(tmp_path):
         words += ["--set", item] if not item.startswith("run.rounds") else []
     done = subprocess.run(words, check=True, capture_output=True, text=True, timeout=60)
-    assert "goes on alone" in done.stderr
+    assert "runs in the background" in done.stderr
     assert not done.stdout
     until = time.monotonic() + 60
     while not (tmp_path / "all" / "results.csv").exists():

@@ -1,19 +1,26 @@
-"""Every file that ships is valid, and a bad one says all that is wrong with it at once."""
+"""Shipped files are valid, bad ones report every problem at once, old ones are still read."""
 
+from __future__ import annotations
+
+import copy
 import errno
 import tomllib
-from dataclasses import replace
+from dataclasses import fields, is_dataclass, replace
 from importlib import resources
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
+import tomli_w
 
 from anycostfl import config, models
 from anycostfl.codec.frame import OVERHEAD
 from anycostfl.errors import ConfigError, UnknownNameError
 from anycostfl.planning.cost import Workload, make_devices
 from anycostfl.planning.strategy import Limits
+from anycostfl.records.run import RunWriter
+from anycostfl.runs import resume
 
 PAPER = {"cifar10-iid", "cifar10-noniid", "fmnist-iid", "fmnist-noniid"}
 BOARDS = {
@@ -32,7 +39,7 @@ def test_the_papers_presets_and_the_boards_are_there() -> None:
 
 
 @pytest.mark.parametrize("name", config.preset_names())
-def test_preset_has_the_size_of_its_model(name: str) -> None:
+def test_a_preset_has_the_size_of_its_model(name: str) -> None:
     settings = config.load_preset(name)
     network = models.load(settings.model.name).build()
     bits = 32 * sum(p.numel() for p in network.parameters())
@@ -40,7 +47,7 @@ def test_preset_has_the_size_of_its_model(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", config.profile_names())
-def test_profile_cites_sources_and_marks_guesses(name: str) -> None:
+def test_a_profile_cites_sources_and_marks_guesses(name: str) -> None:
     profile = config.load_profile(name)
     assert profile.sources
     assert profile.guess
@@ -110,7 +117,7 @@ def test_overrides_may_be_numbers_that_toml_does_not_know() -> None:
         ("nonsense", "section.key=value"),
         ("fleet.cohrt=3", "did you mean cohort"),
         ("rounds=2", "rounds: unknown key, did you mean run.rounds?"),
-        ("base=demo", "base: only the file of a preset has one"),
+        ("base=demo", "base: only the file of a preset may have one"),
         ("bsae=demo", "bsae: unknown key, did you mean base?"),
         ("fleet.cohort=61", "at most devices (60)"),
         ("fleet.bandwidth_shared=1", "true or false"),
@@ -119,10 +126,10 @@ def test_overrides_may_be_numbers_that_toml_does_not_know() -> None:
         ("fleet.profiles=3", "a list of strings"),
         ("fleet.distance_mean_m=far", "given 'far' (str), allowed a number"),
         ("fleet.distance_std_m=500", "beside a mean"),
-        ("rates.stk=0.1", "rates.stk: no method 'stk'; did you mean 'stc'? there are anycostfl"),
+        ("upload_ratio.stk=0.1", "upload_ratio.stk: no method 'stk'; did you mean 'stc'?"),
     ],
 )
-def test_bad_override_says_what_is_allowed(change: str, told: str) -> None:
+def test_a_bad_override_is_refused_with_what_is_allowed(change: str, told: str) -> None:
     with pytest.raises(ConfigError) as caught:
         config.load_preset("fmnist-iid", [change])
     assert told in str(caught.value)
@@ -156,7 +163,7 @@ def test_a_file_that_is_not_toml_is_a_config_error(tmp_path: Path) -> None:
         config.load_profile(str(file))
 
 
-def test_profile_refuses_unknown_keys_and_guesses_of_nothing(tmp_path: Path) -> None:
+def test_a_profile_with_unknown_keys_or_guesses_of_nothing_is_refused(tmp_path: Path) -> None:
     text = resources.files("anycostfl").joinpath("profiles", "jetson-nano.toml").read_text("utf-8")
     lines = [line for line in text.splitlines() if not line.startswith("guess")]
     file = tmp_path / "odd.toml"
@@ -197,11 +204,11 @@ def test_every_bad_quantity_of_many_devices_is_named_with_its_device() -> None:
 
 def test_a_preset_with_a_base_says_only_what_differs(tmp_path: Path) -> None:
     file = tmp_path / "mine.toml"
-    file.write_text('base = "fmnist-iid"\n[run]\nrounds = 7\n[rates]\nstc = 0.5\n')
+    file.write_text('base = "fmnist-iid"\n[run]\nrounds = 7\n[upload_ratio]\nstc = 0.5\n')
     mine, base = config.load_preset(str(file), ["run.seed=3"]), config.load_preset("fmnist-iid")
-    assert (mine.run.rounds, mine.run.seed, mine.rates["stc"]) == (7, 3, 0.5)
-    assert mine.rates["qsgd"] == base.rates["qsgd"]
-    assert replace(mine, run=base.run, rates=base.rates) == base
+    assert (mine.run.rounds, mine.run.seed, mine.upload_ratio["stc"]) == (7, 3, 0.5)
+    assert mine.upload_ratio["qsgd"] == base.upload_ratio["qsgd"]
+    assert replace(mine, run=base.run, upload_ratio=base.upload_ratio) == base
 
 
 def test_an_unknown_base_is_named(tmp_path: Path) -> None:
@@ -222,7 +229,7 @@ def test_another_model_brings_its_own_workload(name: str) -> None:
     assert asked.workload == replace(changed.workload, size_bits=1000.0)
 
 
-def test_other_data_do_not_keep_the_title() -> None:
+def test_another_dataset_drops_the_title() -> None:
     assert config.load_preset("demo", ["data.partition=iid"]).summary
     assert not config.load_preset("demo", ["data.name=fashion-mnist"]).summary
     assert config.load_preset("demo", ["data.name=x.npz", "summary=mine"]).summary == "mine"
@@ -268,15 +275,15 @@ VARIANT = "anycostfl/without-ems"
 
 @pytest.mark.parametrize("name", ["anycostfl+", VARIANT, 'a "b"\\', "\x7f", "é"])
 def test_names_of_any_kind_read_back(name: str) -> None:
-    named = replace(config.load_preset("demo"), rates={name: 0.02}, summary=name)
+    named = replace(config.load_preset("demo"), upload_ratio={name: 0.02}, summary=name)
     read = tomllib.loads(config.to_toml(named))
-    assert (read["rates"], read["summary"]) == ({name: 0.02}, name)
+    assert (read["upload_ratio"], read["summary"]) == ({name: 0.02}, name)
 
 
 @pytest.mark.parametrize("method", ["anycostfl", "anycostfl+", VARIANT, "fedavg"])
-def test_a_rate_of_a_method_that_plans_its_own_is_refused(method: str) -> None:
-    with pytest.raises(ConfigError, match="plans its uploads itself"):
-        config.load_preset("demo", [f"rates.{method}=0.02"])
+def test_an_upload_ratio_for_a_method_that_plans_its_uploads_is_refused(method: str) -> None:
+    with pytest.raises(ConfigError, match="plans its uploads, within"):
+        config.load_preset("demo", [f"upload_ratio.{method}=0.02"])
 
 
 def test_no_more_devices_can_be_asked_to_agree_than_take_part() -> None:
@@ -285,10 +292,12 @@ def test_no_more_devices_can_be_asked_to_agree_than_take_part() -> None:
         config.load_preset("demo", ["aggregation.least=11"])
 
 
-@pytest.mark.parametrize("rate", ["0", "-1", "5"])
-def test_a_rate_that_is_no_share_is_refused_at_once(rate: str) -> None:
-    with pytest.raises(ConfigError, match=rf"rates\.stc: given {rate}, allowed above 0"):
-        config.load_preset("demo", [f"rates.stc={rate}"])
+@pytest.mark.parametrize("ratio", ["0", "-1", "5"])
+def test_an_upload_ratio_outside_its_range_is_refused(ratio: str) -> None:
+    with pytest.raises(
+        ConfigError, match=rf"upload_ratio\.stc: given {ratio}, must be > 0 and <= 1"
+    ):
+        config.load_preset("demo", [f"upload_ratio.stc={ratio}"])
 
 
 def test_no_upload_is_planned_without_room_for_its_frame() -> None:
@@ -298,11 +307,158 @@ def test_no_upload_is_planned_without_room_for_its_frame() -> None:
     assert OVERHEAD < budget <= OVERHEAD + 1.01
 
 
-def test_bases_in_a_circle_and_missing_files_are_named(tmp_path: Path) -> None:
+def test_circular_bases_and_missing_files_are_named(tmp_path: Path) -> None:
     (tmp_path / "a.toml").write_text('base = "b.toml"\n')
     (tmp_path / "b.toml").write_text('base = "a.toml"\n')
-    with pytest.raises(ConfigError, match="goes round in a circle"):
+    with pytest.raises(ConfigError, match=r"circular `base`: .*a\.toml → .*b\.toml → .*a\.toml"):
         config.load_preset(str(tmp_path / "a.toml"))
     (tmp_path / "b.toml").unlink()
     with pytest.raises(UnknownNameError, match=r"there is no file .*b\.toml"):
         config.load_preset(str(tmp_path / "a.toml"))
+
+
+# --- keys of older versions -----------------------------------------------------------------------
+
+OLD_KEYS = {
+    "rates.stc": 0.5,
+    "limits.rate": 0.25,
+    "aggregation.step": 0.75,
+    "aggregation.momentum": 0.125,
+    "gate.bench_rounds": 7,
+}
+NEW_KEYS = {
+    "rates.stc": "upload_ratio.stc",
+    **{old: new for old, new in config.RENAMED.items() if "." in old},
+}
+OLD_CONFIG = Path(__file__).parent / "data" / "config-schema-1.toml"
+"""Of a run directory that an older version wrote."""
+
+
+def value_of(settings: Any, key: str) -> Any:
+    """The value of a key with dots."""
+    for name in key.split("."):
+        settings = settings[name] if isinstance(settings, dict) else getattr(settings, name)
+    return settings
+
+
+def as_file(key: str, value: object) -> str:
+    section, name = key.split(".")
+    return f"[{section}]\n{name} = {value}\n"
+
+
+def test_every_renamed_key_is_tested() -> None:
+    assert {key if key in config.RENAMED else key.split(".")[0] for key in OLD_KEYS} == set(
+        config.RENAMED
+    )
+
+
+@pytest.mark.parametrize(("old", "value"), OLD_KEYS.items())
+def test_an_old_key_means_the_new_one(tmp_path: Path, old: str, value: float) -> None:
+    new, file, base = NEW_KEYS[old], tmp_path / "mine.toml", tmp_path / "base.toml"
+    meant = config.load_preset("demo", [f"{new}={value}"])
+    assert value_of(meant, new) == value != value_of(config.load_preset("demo"), new)
+    assert config.load_preset("demo", [f"{old}={value}"]) == meant
+    file.write_text('base = "demo"\n' + as_file(old, value))
+    assert config.load_preset(str(file)) == meant
+    base.write_text('base = "mine.toml"\n')
+    assert config.load_preset(str(base)) == meant
+    saved = tomllib.loads(config.to_toml(meant))
+    (section, name), (old_section, old_name) = new.split("."), old.split(".")
+    del saved[section][name]
+    saved.setdefault(old_section, {})[old_name] = value
+    assert config.parse_config(tomli_w.dumps(saved), "an old run") == meant
+
+
+@pytest.mark.parametrize(("old", "value"), OLD_KEYS.items())
+def test_a_new_key_beside_the_old_one_wins(tmp_path: Path, old: str, value: float) -> None:
+    new, newer = NEW_KEYS[old], 3 * value if old == "gate.bench_rounds" else value / 2
+    both = [f"{old}={value}", f"{new}={newer}"]
+    for changes in (both, both[::-1]):
+        assert value_of(config.load_preset("demo", changes), new) == newer
+    sections = {key.split(".")[0]: as_file(key, v) for key, v in ((old, value), (new, newer))}
+    if len(sections) == 1:  # both keys in one section
+        sections = {"both": as_file(old, value) + f"{new.split('.')[1]} = {newer}\n"}
+    file = tmp_path / "mine.toml"
+    file.write_text('base = "demo"\n' + "".join(sections.values()))
+    assert value_of(config.load_preset(str(file)), new) == newer
+
+
+def test_old_and_new_upload_ratios_are_merged() -> None:
+    changed = config.load_preset("demo", ["rates.stc=0.5", "upload_ratio.qsgd=0.25"])
+    assert (changed.upload_ratio["stc"], changed.upload_ratio["qsgd"]) == (0.5, 0.25)
+
+
+def test_an_old_key_beside_a_bad_new_section_is_a_config_error() -> None:
+    with pytest.raises(ConfigError, match="server_optimizer: given 3"):
+        config.load_preset("demo", ["server_optimizer=3", "aggregation.step=0.5"])
+
+
+def test_the_configuration_of_an_old_run_directory_is_read(tmp_path: Path) -> None:
+    text = OLD_CONFIG.read_text()
+    RunWriter.create(tmp_path / "run", text)
+    settings, old = resume(tmp_path / "run").config, tomllib.loads(text)
+    assert settings.upload_ratio == old["rates"]
+    assert settings.limits.upload_ratio == old["limits"]["rate"] == 0.5
+    assert settings.server_optimizer.step == old["aggregation"]["step"] == 0.9
+    assert settings.server_optimizer.momentum == old["aggregation"]["momentum"] == 0.3
+    assert settings.gate.suspend_rounds == old["gate"]["bench_rounds"] == 1
+    assert settings.aggregation.agree == old["aggregation"]["agree"] == 0.9
+    assert config.parse_config(config.to_toml(settings), "again") == settings
+
+
+# --- fingerprint ----------------------------------------------------------------------------------
+
+UNDECIDED = {
+    "summary",
+    "run.rounds",
+    "run.target_accuracy",
+    "run.checkpoint_every",
+    "data.path",
+}
+"""What does not decide the rounds of a run."""
+
+
+def keys_of(settings: Any, prefix: str = "") -> list[str]:
+    """Every key of a configuration, with dots."""
+    values = {item.name: getattr(settings, item.name) for item in fields(settings)}
+    return [
+        key
+        for name, value in values.items()
+        for key in (keys_of(value, f"{prefix}{name}.") if is_dataclass(value) else [prefix + name])
+    ]
+
+
+def changed(settings: config.Config, key: str) -> config.Config:
+    """The same with one other value, allowed or not."""
+    *section, name = key.split(".")
+    inner: Any = copy.copy(getattr(settings, section[0]) if section else settings)
+    value = getattr(inner, name)
+    choices = {"evaluate": "devices", "partition": "iid"}  # checked again in the fingerprint
+    if isinstance(value, bool) or value is None:
+        value = not value
+    elif isinstance(value, int | float):
+        value = value + 1 if isinstance(value, int) else (value / 2 or 0.5)
+    elif isinstance(value, str):
+        value = choices.get(name, f"another {value}")
+    else:
+        value = {"another": 0.5} if name == "upload_ratio" else ("another",)
+    object.__setattr__(inner, name, value)
+    return replace(settings, **{section[0]: inner}) if section else inner
+
+
+@pytest.mark.parametrize("key", keys_of(config.load_preset("demo")))
+def test_the_fingerprint_changes_with_what_decides_rounds_and_nothing_else(key: str) -> None:
+    settings = config.load_preset("demo")
+    other = changed(settings, key)
+    assert value_of(other, key) != value_of(settings, key)
+    same = config.fingerprint(other) == config.fingerprint(settings)
+    assert same == (key in UNDECIDED)
+
+
+def test_the_fingerprint_survives_saving_and_old_keys() -> None:
+    settings = config.load_preset("demo", ["gate.suspend_rounds=7", "limits.upload_ratio=0.5"])
+    read = config.parse_config(config.to_toml(settings), "saved")
+    old = config.load_preset("demo", ["gate.bench_rounds=7", "limits.rate=0.5"])
+    digests = {config.fingerprint(each) for each in (settings, read, old)}
+    assert len(digests) == 1
+    assert int(digests.pop(), 16) > 0

@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from anycostfl import cost
+from anycostfl.planning import cost
 from anycostfl.planning.cost import Devices, Workload, make_devices
 
 WORKLOAD = Workload(flops_per_sample=2e6, size_bits=8e6, epochs=3)

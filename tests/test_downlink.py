@@ -4,187 +4,188 @@ from __future__ import annotations
 
 import functools
 import re
+from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
-from typing import cast
 
 import numpy as np
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from anycostfl import ElasticModel
+from anycostfl.device import Reply
 from anycostfl.errors import ConfigError, PayloadError
-from anycostfl.planning.draw import Cohort
-from anycostfl.records.round import DeviceRecord, RoundRecord
-from anycostfl.server import Server
+from anycostfl.experiment import build_experiment
+from anycostfl.records.round import DeviceRecord, RoundRecord, Status
+from anycostfl.rounds import close_round, first_state, open_round
 from anycostfl.server.downlink import (
+    Downlink,
     Ledger,
     Step,
-    charge_downloads,
     check_share,
     first_public,
     ledger_of,
-    make_step,
-    showing,
     take_step,
 )
-from anycostfl.state import clone_state
-from small_runs import small_config
+from anycostfl.server.suspensions import Suspensions
+from anycostfl.shrink import Order
+from anycostfl.state import State
+from small_runs import small_config, small_fleet
 
-WHERE = ("an experiment", 3)
+RUN = "the fingerprint of a run"
 
 
 @functools.cache
-def parts() -> torch.nn.Module:
-    torch.manual_seed(0)
-    return torch.nn.Sequential(
-        torch.nn.Linear(30, 48), torch.nn.ReLU(), torch.nn.Linear(48, 32), torch.nn.ReLU(),
-        torch.nn.Linear(32, 10),
-    )  # fmt: skip
-
-
 def net() -> ElasticModel:
-    return ElasticModel(parts(), torch.randn(2, 30))
+    torch.manual_seed(0)
+    module = nn.Sequential(
+        nn.Linear(30, 48), nn.ReLU(), nn.Linear(48, 32), nn.ReLU(), nn.Linear(32, 10)
+    )
+    return ElasticModel(module, torch.randn(2, 30))
 
 
-def distance(model: ElasticModel, public: dict[str, Tensor]) -> float:
-    own = dict(model.module.named_parameters())
-    return sum(float((own[n] - p).detach().square().sum()) for n, p in public.items())
+def downlink(share: float) -> Downlink:
+    return Downlink(net(), share, RUN)
 
 
-def wander(model: ElasticModel, seed: int) -> None:
-    """Move the server's model, as updates of a round would."""
+def distance(weights: State, public: State) -> float:
+    return sum(float((weights[n] - p).square().sum()) for n, p in public.items())
+
+
+def moved(weights: State, seed: int) -> dict[str, Tensor]:
+    """The server's weights after a round, as updates would move them."""
     random = torch.Generator().manual_seed(seed)
-    with torch.no_grad():
-        for p in model.module.parameters():
-            p.add_(torch.randn(p.shape, generator=random), alpha=0.01)
+    return {n: w + 0.01 * torch.randn(w.shape, generator=random) for n, w in weights.items()}
+
+
+def sort(weights: State) -> tuple[dict[str, Tensor], Order]:
+    """The weights with their channels sorted, and the order."""
+    order = net().sorting_order(weights)
+    return dict(net().permute(weights, order)), order
 
 
 def test_devices_that_take_the_steps_hold_what_the_server_thinks_they_hold() -> None:
-    model = net()
-    there = held = first_public(model.module)
+    weights = public = held = first_public(net().module)
     for number in range(5):
-        wander(model, number)
-        order = model.sort_channels()
-        step, there = make_step(model, there, order, 0.1, ("x", number))
-        held = take_step(model, held, step, "x")
-        assert all(torch.equal(held[n], t) for n, t in there.items())
-    step, _ = make_step(model, there, model.sort_channels(), 0.1, ("x", 5))
+        weights, order = sort(moved(weights, number))
+        step, public = downlink(0.1).make_step(weights, public, order, number)
+        held = take_step(net(), held, step, RUN)
+        assert all(torch.equal(held[n], t) for n, t in public.items())
+    weights, order = sort(weights)
+    step, _ = downlink(0.1).make_step(weights, public, order, 5)
     assert not step.order  # sorted already: nothing moves
 
 
 def test_channels_that_move_take_the_public_model_along() -> None:
-    model = net()
-    wander(model, 0)
-    public = first_public(model.module)
-    swapped = {g.name: torch.tensor([1, 0, *range(2, g.size)]) for g in model.coupling.groups}
-    model.load(model.permute(clone_state(model.module), swapped))
-    step, public = make_step(model, public, swapped, 0.1, WHERE)
+    public = moved(first_public(net().module), 0)
+    swapped = {g.name: torch.tensor([1, 0, *range(2, g.size)]) for g in net().coupling.groups}
+    weights = net().permute(public, swapped)
+    step, public = downlink(0.1).make_step(weights, public, swapped, 3)
     assert step.payload == b""  # in its own coordinates nothing has changed
     assert step.size == 4 * (48 + 32)
-    assert distance(model, public) == 0
+    assert distance(weights, public) == 0
     assert not any(tensor.requires_grad for tensor in public.values())
 
 
 def test_a_single_element_is_worth_a_step() -> None:
-    model = net()
-    public = first_public(model.module)
-    with torch.no_grad():
-        model.module.get_parameter("2.bias")[3] += 1.0
-    _, public = make_step(model, public, {}, 0.5, WHERE)
-    assert distance(model, public) < 1e-3
+    public = first_public(net().module)
+    weights = {name: tensor.clone() for name, tensor in public.items()}
+    weights["2.bias"][3] += 1.0
+    _, public = downlink(0.5).make_step(weights, public, {}, 3)
+    assert distance(weights, public) < 1e-3
 
 
 def test_a_part_that_is_not_trained_is_public_too() -> None:
-    model = net()
-    first = next(iter(model.module.parameters()))
+    first = net().module.get_parameter("0.weight")
     first.requires_grad_(False)
     try:
-        public = first_public(model.module)
-        _, public = make_step(model, public, model.sort_channels(), 0.5, WHERE)
-        with showing(model, public):
-            assert torch.equal(first, public["0.weight"])
+        public = first_public(net().module)
+        weights, order = sort(public)
+        _, public = downlink(0.5).make_step(weights, public, order, 3)
     finally:
         first.requires_grad_(True)
+    assert torch.equal(public["0.weight"], weights["0.weight"])
 
 
 def test_what_a_step_loses_goes_with_a_later_one() -> None:
-    model = net()
-    public = first_public(model.module)
-    wander(model, 0)
-    before = distance(model, public)
+    public = first_public(net().module)
+    weights = moved(public, 0)
+    before = distance(weights, public)
     left = []
     for number in range(12):
-        _, public = make_step(model, public, {}, 0.05, ("x", number))
-        left.append(distance(model, public))
+        _, public = downlink(0.05).make_step(weights, public, {}, number)
+        left.append(distance(weights, public))
     assert left == sorted(left, reverse=True)
     assert left[0] < 0.9 * before
     assert left[-1] < 0.3 * before
 
 
 def test_the_error_stays_bounded_while_the_model_moves() -> None:
-    model = net()
-    public = first_public(model.module)
+    weights = public = first_public(net().module)
+    elements = sum(p.numel() for p in public.values())
     errors = []
     for number in range(40):
-        wander(model, number)
-        step, public = make_step(model, public, {}, 0.1, ("x", number))
-        errors.append(distance(model, public))
-        elements = sum(p.numel() for p in public.values())
+        weights = moved(weights, number)
+        step, public = downlink(0.1).make_step(weights, public, {}, number)
+        errors.append(distance(weights, public))
         assert step.size <= 0.1 * 4 * elements
     assert max(errors[20:]) < 2 * max(errors[:20])
 
 
 def test_a_step_belongs_to_its_round_and_experiment() -> None:
-    model = net()
-    public = first_public(model.module)
-    wander(model, 1)
-    step, _ = make_step(model, public, {}, 0.1, WHERE)
-    take_step(model, public, step, WHERE[0])
+    public = first_public(net().module)
+    step, after = downlink(0.1).make_step(moved(public, 1), public, {}, 3)
+    taken = take_step(net(), public, step, RUN)
+    assert all(torch.equal(taken[n], t) for n, t in after.items())
     with pytest.raises(PayloadError):
-        take_step(model, public, step, "another experiment")
+        take_step(net(), public, step, "another run")
     with pytest.raises(PayloadError):
-        take_step(model, public, Step(4, {}, step.payload), WHERE[0])
+        take_step(net(), public, Step(4, {}, step.payload), RUN)
 
 
 def test_a_share_that_has_no_room_for_a_step_is_refused_when_the_run_starts(tmp_path: Path) -> None:
     config = small_config(tmp_path, "compression.downlink=1e-9")
-    with pytest.raises(ConfigError, match=r"compression\.downlink: given 1e-09, allowed 0 .* to 1"):
-        Server(config)
+    with pytest.raises(ConfigError, match=r"compression\.downlink: given 1e-09, must be 0 .* to 1"):
+        build_experiment(config)
 
 
 def test_the_least_share_that_is_allowed_makes_steps() -> None:
-    model = net()
-    public = first_public(model.module)
+    public = first_public(net().module)
     with pytest.raises(ConfigError) as refused:
         check_share(1e-6, public)
-    least = re.search(r"or (\S+) to 1", str(refused.value))
-    assert least is not None
-    check_share(float(least[1]), public)
-    wander(model, 0)
-    step, _ = make_step(model, public, {}, float(least[1]), WHERE)
-    assert step.size <= float(least[1]) * 4 * sum(p.numel() for p in public.values())
+    found = re.search(r"or (\S+) to 1", str(refused.value))
+    assert found is not None
+    least = float(found[1])
+    check_share(least, public)
+    step, _ = downlink(least).make_step(moved(public, 0), public, {}, 3)
+    assert step.size <= least * 4 * sum(p.numel() for p in public.values())
 
 
-def test_sub_models_are_cut_from_the_public_model_for_a_while() -> None:
-    model = net()
-    own = {n: p.detach().clone() for n, p in model.module.named_parameters()}
-    public = {n: torch.zeros_like(p) for n, p in own.items()}
-    with showing(model, public):
-        assert all((p == 0).all() for p in model.shrink(0.5).module.parameters())
-    assert all(torch.equal(own[n], p) for n, p in model.module.named_parameters())
-    with showing(model, {}):
-        assert all(torch.equal(own[n], p) for n, p in model.module.named_parameters())
+def test_sub_models_are_cut_from_the_public_model_and_the_servers_own_is_left_alone(
+    tmp_path: Path,
+) -> None:
+    experiment, fleet = small_fleet(small_config(tmp_path, "compression.downlink=0.02"))
+    state = first_state(experiment)
+    random = torch.Generator().manual_seed(0)
+    ahead = {n: w + 0.1 * torch.randn(w.shape, generator=random) for n, w in state.weights.items()}
+    state, plan = open_round(
+        experiment, replace(state, weights=ahead), fleet.offers(0, Suspensions())
+    )
+    assert distance(state.weights, state.public) > 0
+    assert all(torch.equal(plan.model[n], p) for n, p in state.public.items())
+    next(iter(fleet.perform(plan)))
+    held = dict(experiment.net.module.named_parameters())
+    assert all(torch.equal(held[n], p) for n, p in state.public.items())
+    sorted_ahead = experiment.net.permute(ahead, experiment.net.sorting_order(ahead))
+    assert all(torch.equal(state.weights[n], w) for n, w in sorted_ahead.items())
 
 
 # --- what it costs --------------------------------------------------------------------------------
 
 
 def record(number: int, step: int, *devices: int) -> RoundRecord:
-    told = tuple(DeviceRecord(i, "ok", 1, 0.0, 1.0, 1.0, alpha=0.5, bytes_down=9) for i in devices)
-    away = DeviceRecord(99, "sat out: energy", 1, 0.0, 1.0, 1.0)
-    return RoundRecord(number, None, (*told, away), step)
+    served = tuple(DeviceRecord(i, Status.OK, alpha=0.5, bytes_down=9) for i in devices)
+    return RoundRecord(number, None, (*served, DeviceRecord(99, Status.INFEASIBLE)), step)
 
 
 def test_a_device_is_sent_what_it_missed_or_all() -> None:
@@ -197,15 +198,25 @@ def test_a_device_is_sent_what_it_missed_or_all() -> None:
     assert Ledger().download(1, step=7, whole=1000) == 7
 
 
-def test_a_whole_download_holds_frozen_parameters_too(tmp_path: Path) -> None:
-    server = Server(small_config(tmp_path, "compression.downlink=0.1"))
-    server.net.module.get_parameter("fc1.weight").requires_grad_(False)
-    server.begin(0)
-    server.ledger = ledger_of([record(0, 10**9)])
-    cohort = cast("Cohort", SimpleNamespace(index=np.array([3])))
-    assert server.downloads(cohort) == {3: 4 * 1_663_370}
-
-
-def test_only_those_who_were_sent_something_are_charged() -> None:
-    paid = charge_downloads(record(0, 5, 1, 2).devices, {1: 77, 99: 77})
-    assert [d.bytes_down for d in paid] == [77, 9, 0]
+def test_assigned_devices_are_charged_for_the_steps_they_missed_or_the_whole_model(
+    tmp_path: Path,
+) -> None:
+    """The whole model has its frozen parameters too; a device that sits out is sent nothing."""
+    experiment, fleet = small_fleet(small_config(tmp_path, "compression.downlink=0.1"))
+    experiment.net.module.get_parameter("fc1.weight").requires_grad_(False)
+    offers = fleet.offers(1, Suspensions())
+    devices, (poor, first, second, third) = offers.cohort.devices, offers.cohort.index.tolist()
+    budgets = np.where(offers.cohort.index == poor, 1e-9, devices.energy_j)
+    cohort = replace(offers.cohort, devices=replace(devices, energy_j=budgets))
+    ledger = ledger_of([record(0, 10**9, second)])  # all but one missed a step beyond measure
+    state = replace(first_state(experiment), rounds=1, ledger=ledger)
+    state, plan = open_round(experiment, state, replace(offers, cohort=cohort))
+    assert plan.step is not None
+    told = {first: None, second: None, third: 77}  # bytes, where the fleet knows better
+    replies = [Reply(i, missing="gone", bytes_down=count) for i, count in told.items()]
+    state, closed = close_round(experiment, state, plan, replies)
+    whole = 4 * 1_663_370
+    down = {d.device: d.bytes_down for d in closed.devices}
+    assert down == {poor: 0, first: whole, second: plan.step.size, third: 77}
+    assert plan.step.size < whole
+    assert state.ledger.held == {first: 1, second: 1, third: 1}

@@ -25,6 +25,7 @@ import anycostfl
 from anycostfl import SubModel, models
 from anycostfl.config import load_preset, to_toml
 from anycostfl.data import load
+from anycostfl.device import count_correct
 from anycostfl.errors import (
     AlphaError,
     ConfigError,
@@ -37,9 +38,9 @@ from anycostfl.export.formats import FORMATS, ExportError, write, write_elastic
 from anycostfl.export.widths import Width, measure_widths, parse_limit, widest, width_of_file
 from anycostfl.files import StorageError
 from anycostfl.records.run import RunWriter, read_run
-from anycostfl.runs import keep
-from anycostfl.simulate import play
-from anycostfl.device import count_correct
+from anycostfl.runs import journal
+from anycostfl.simulate import simulate
+from anycostfl.state import tensors_of
 from command_line import Call
 from small_runs import small_overrides
 
@@ -65,7 +66,7 @@ def make_run(folder: Path, *more: str) -> Path:
     """A run directory after really training."""
     config = load_preset("demo", small_overrides(folder, "training.precision=fp32", *more))
     writer = RunWriter.create(folder / "run", to_toml(config))
-    for _ in keep(play(config), config, writer):
+    for _ in journal(simulate(config), config, writer):
         pass
     return folder / "run"
 
@@ -208,7 +209,7 @@ def test_channels_are_sorted_before_they_are_cut(cnn_run: Path) -> None:
     trained, checkpoint = open_trained(cnn_run), read_run(cnn_run).checkpoint
     assert checkpoint is not None
     plain = models.load("cnn").build()
-    plain.load_state_dict(checkpoint.state)
+    plain.load_state_dict(checkpoint["model"])
     x = trained.example(4)
     assert torch.allclose(plain(x), trained.net.module(x), atol=1e-5)
     assert trained.order == "importance"
@@ -224,7 +225,7 @@ def test_sub_models_trained_in_a_fixed_order_are_not_sorted(cnn_run: Path, tmp_p
     assert checkpoint is not None
     assert trained.order == "as trained"
     for name, tensor in tensors_of(trained.net.module).items():
-        assert torch.equal(tensor, checkpoint.state[name])
+        assert torch.equal(tensor, checkpoint["model"][name])
 
 
 def test_files_that_are_no_elastic_model_are_refused(cnn_run: Path, tmp_path: Path) -> None:
@@ -329,7 +330,8 @@ def test_table_of_widths(call: Call, cnn_run: Path) -> None:
     assert all(row["latency_ms"] > 0 for row in rows)
     trained = open_trained(cnn_run)
     dataset = load(trained.config.data.name)
-    right = count_correct(cut(trained, 0.25).module, dataset.test_images, dataset.test_labels)
+    test, training = (dataset.test_images, dataset.test_labels), trained.config.training
+    right = count_correct(cut(trained, 0.25).module, test, training)
     assert narrow["accuracy"] == right / len(dataset.test_labels)
 
 

@@ -13,12 +13,11 @@ from torch import Tensor
 
 from anycostfl import ElasticModel, methods, models
 from anycostfl.codec import CODECS, Upload
-from anycostfl.device import Job
-from anycostfl.experiment import prepare
+from anycostfl.device import Job, learn_honestly
+from anycostfl.experiment import build_experiment, load_data
 from anycostfl.feedback import encode_with_feedback, no_residual
 from anycostfl.methods import Method
 from anycostfl.shrink import WidthPlan
-from anycostfl.state import clone_state
 from small_runs import small_config
 
 State = dict[str, Tensor]
@@ -59,8 +58,8 @@ def learnt(seed: int, plan: WidthPlan) -> State:
     return {n: v.contiguous() for n, v in net().take(whole, plan).items()}
 
 
-def upload(codec: str, seed: int, feedback: bool = True) -> Upload:
-    return Upload(0.04, seed, b"plan", net().blocks(), codec, feedback)
+def upload(codec: str, seed: int) -> Upload:
+    return Upload(0.04, seed, b"plan", net().blocks(), codec)
 
 
 def norm(state: State) -> float:
@@ -85,7 +84,7 @@ def decoded(method: Method, payload: bytes, plan: WidthPlan, seed: int) -> State
 def test_what_was_decoded_approaches_what_was_learnt(
     name: str, codec: str, alphas: tuple[float, ...]
 ) -> None:
-    method, rounds = methods.load(name), 24
+    method, rounds = methods.load(name), 12
     residual = no_residual(parameters())
     true, sent, alone = (no_residual(parameters()) for _ in range(3))
     left = []
@@ -170,14 +169,20 @@ def test_every_model_has_a_residual_in_its_own_shapes() -> None:
 
 def test_a_device_remembers_channels_where_they_were_at_first(tmp_path: Path) -> None:
     config = small_config(tmp_path, "run.method=stc")
-    side, draw = prepare(config), torch.Generator().manual_seed(1)
-    order = {g.name: torch.randperm(g.size, generator=draw) for g in side.net.coupling.groups}
-    told = Upload(1 / 20, 0, b"plan", feedback=True)
-    parameters = side.net.module.named_parameters()
-    residual = {n: 5e-5 * torch.randn(p.shape, generator=draw) for n, p in parameters}  # as u
-    plain = side.perform(Job(0, 1.0, told, 3, residual)).memory
-    side.net.load(side.net.permute(clone_state(side.net.module), order))
-    moved = side.perform(Job(0, 1.0, told, 3, residual, order)).memory
+    dataset = load_data(config)
+    experiment, draw = build_experiment(config, dataset), torch.Generator().manual_seed(1)
+    runtime, elastic = experiment.runtime, experiment.net
+    samples = dataset.train_images[:20], dataset.train_labels[:20]
+    order = {g.name: torch.randperm(g.size, generator=draw) for g in elastic.coupling.groups}
+    how = Upload(1 / 20, 0, b"plan")
+    shapes = elastic.module.named_parameters()
+    residual = {n: 5e-5 * torch.randn(p.shape, generator=draw) for n, p in shapes}  # as u
+    plain = runtime.perform(
+        elastic.shrink(1.0), samples, Job(0, 1.0, how, 3, residual), learn_honestly
+    ).memory
+    elastic.load(elastic.permute(experiment.initial_weights, order))
+    job = Job(0, 1.0, how, 3, residual, order)
+    moved = runtime.perform(elastic.shrink(1.0), samples, job, learn_honestly).memory
     assert plain is not None
     assert moved is not None
     # Places cost other bits in another order, so that a few elements more or less are sent.

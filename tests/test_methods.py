@@ -71,7 +71,7 @@ def test_what_is_not_sent_counts_as_zero_but_for_all_in_one_aggregation(name: st
 
 
 @pytest.mark.parametrize("name", [x for n in methods.names() for x in (n, *methods.variants(n))])
-def test_who_weighs_by_samples(name: str) -> None:
+def test_which_methods_weigh_by_samples(name: str) -> None:
     method = methods.load(name)
     assert method.by_samples == (name in BY_SAMPLES)
     if name in BY_SAMPLES:
@@ -134,7 +134,7 @@ def test_damaged_payloads_are_refused(data: st.DataObject, name: str) -> None:
 @pytest.mark.filterwarnings("error")
 @pytest.mark.parametrize("name", methods.names())
 def test_a_cohort_of_nobody_has_no_strategies(name: str) -> None:
-    """As when everybody is benched."""
+    """As when every device is suspended."""
     config = load_preset("demo")
     nobody = draw_cohort(config.fleet, seed=0, round_index=0).devices.take(slice(0, 0))
     assert not len(methods.load(name).plan(nobody, config.workload, config.limits_of(name)))
@@ -301,7 +301,7 @@ def test_nearest_is_nearest(points: list[tuple[float, float]]) -> None:
 
 
 @given(st.lists(st.tuples(*[st.integers(-2047, 2047)] * 2), min_size=1, max_size=50))
-def test_every_lattice_point_has_a_number_of_its_own(points: list[tuple[int, int]]) -> None:
+def test_every_lattice_point_has_another_number(points: list[tuple[int, int]]) -> None:
     there = np.array(points)
     assert uveqfed.point(uveqfed.number(there)).tolist() == there.tolist()
 
@@ -470,7 +470,7 @@ def test_the_scaler_makes_up_for_what_each_layer_lost(rule: str) -> None:
 def test_without_its_scaler_heterofl_trains_what_was_cut() -> None:
     net = ElasticModel(models.load("cnn").build(), torch.randn(2, 1, 28, 28))
     sub, some = net.shrink(0.4).module, torch.randn(2, 1, 28, 28)
-    methods.load("heterofl/without-scaler").prepare(sub, net.module)
+    assert methods.load("heterofl/without-scaler").prepare is None
     assert torch.equal(sub.train()(some), sub.eval()(some))
-    methods.load("heterofl").prepare(sub, net.module)
+    heterofl.prepare(sub, net.module)
     assert not torch.allclose(sub.train()(some), sub.eval()(some))

@@ -10,10 +10,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from anycostfl import cost
 from anycostfl.config import load_preset
 from anycostfl.errors import ConfigError, InfeasibleBudgetError
-from anycostfl.planning.cost import Devices, Workload, make_devices
+from anycostfl.planning import cost
+from anycostfl.planning.cost import MEASURED, Devices, Workload, make_devices
 from anycostfl.planning.draw import draw_cohort
 from anycostfl.planning.planner import (
     _positive_root,
@@ -23,7 +23,6 @@ from anycostfl.planning.planner import (
     require_feasible,
 )
 from anycostfl.planning.strategy import Binds, Limits, Reason, Strategies
-from anycostfl.planning.theory import MEASURED
 from planner_oracle import polish, random_devices, search
 
 ROOT = Path(__file__).parents[1]

@@ -14,8 +14,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from anycostfl import config, cost, fleet, profile
+from anycostfl import config, profile
 from anycostfl.cli.profile import _warning
+from anycostfl.planning import cost, draw
 from anycostfl.profile import Measurement, machine, meters
 from anycostfl.profile.speed import SpeedFit, WidthTiming, elastic_model, fit_speed
 from anycostfl.simulate import run
@@ -276,13 +277,13 @@ def test_a_rate_in_the_profile_replaces_the_channel() -> None:
     plain = profile.as_profile(example())
     fast = replace(plain, rate_bps=12.5e6)
     place = {"distance_m": 300.0, "latency_s": 5.0, "energy_j": 3.0}
-    assert fleet.place_device(fast, spec, **place).rate_bps[0] == 12.5e6
-    channel = fleet.channel_rate_bps(spec, 300.0, 0.1, sharers=15)
-    assert fleet.place_device(plain, spec, **place).rate_bps[0] == pytest.approx(float(channel))
+    assert draw.place_device(fast, spec, **place).rate_bps[0] == 12.5e6
+    channel = draw.channel_rate_bps(spec, 300.0, 0.1, sharers=15)
+    assert draw.place_device(plain, spec, **place).rate_bps[0] == pytest.approx(float(channel))
     mixed = replace(spec, profiles=("fast", "plain"), cohort=60)
     profiles = {"fast": fast, "plain": plain}
-    cohort = fleet.draw_cohort(mixed, seed=0, round_index=0, profiles=profiles)
-    drawn = fleet.draw_cohort(replace(spec, cohort=60), seed=0, round_index=0)
+    cohort = draw.draw_cohort(mixed, seed=0, round_index=0, profiles=profiles)
+    drawn = draw.draw_cohort(replace(spec, cohort=60), seed=0, round_index=0)
     assert np.all(cohort.devices.rate_bps[::2] == 12.5e6)
     assert np.array_equal(cohort.devices.rate_bps[1::2], drawn.devices.rate_bps[1::2])
 
@@ -299,7 +300,7 @@ def test_planner_and_simulator_predict_what_the_profile_says(tmp_path: Path) -> 
     for device in record.devices:
         full = device.samples * 72384512 / 3e10 * 1.5e9 / device.frequency_hz
         assert device.compute_s == pytest.approx(full * (device.flops_ratio + 0.05))
-    devices = fleet.place_device(
+    devices = draw.place_device(
         config.load_profile(str(path)), settings.fleet, distance_m=1.0, latency_s=5.0, energy_j=9.0
     )
     cycles = cost.sub_model_cycles(devices, settings.workload, 0.5)

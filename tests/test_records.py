@@ -3,17 +3,11 @@
 from __future__ import annotations
 
 import os
-import random
 import shutil
 import signal
 import threading
-import time
-import traceback
-from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
-from functools import partial
-from multiprocessing import forkserver
 from pathlib import Path
 from typing import Any
 
@@ -21,20 +15,17 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from anycostfl import records
 from anycostfl.cli._rounds import free_folder
-from anycostfl.cli.run import run
 from anycostfl.files import StorageError
+from anycostfl.records import checkpoint
 from anycostfl.records.checkpoint import Checkpoint, checkpoints
-from anycostfl.records.round import DeviceRecord, RoundRecord
-from anycostfl.records.run import RunWriter, open_run, read_run
-from small_runs import small_overrides
-
-ROUNDS = 8
+from anycostfl.records.round import DeviceRecord, RoundRecord, Status
+from anycostfl.records.run import COPY, JOURNAL, RunWriter, open_run, read_run
+from drills.common import Trial, undisturbed
 
 
 def record(number: int) -> RoundRecord:
-    device = DeviceRecord(3, "ok", 20, 100.0, 1e6, 0.1, binds=("energy",))
+    device = DeviceRecord(3, Status.OK, samples=20, rate_bps=1e6, binds=("energy",))
     return RoundRecord(number, 0.1 * number, (device,))
 
 
@@ -42,26 +33,40 @@ def write_some(folder: Path, rounds: int) -> RunWriter:
     writer = RunWriter.create(folder, "summary = 'x'\n")
     for number in range(rounds):
         writer.append(record(number))
-        state = {"w": torch.full((50,), float(number))}
-        memories, velocity = {7: {"w": torch.ones(2)}}, {"w": torch.full((50,), 3.0)}
-        public = {"w": torch.full((50,), number + 0.5)}
-        writer.checkpoint(Checkpoint(number + 1, state, memories, velocity, public))
+        writer.checkpoint(point(number + 1))
     return writer
 
 
-def test_what_was_written_is_read(tmp_path: Path) -> None:
+def point(rounds: int) -> Checkpoint:
+    """Every kind of state, each with values of its own."""
+    states = {
+        "model": {"w": torch.full((50,), float(rounds - 1))},
+        "velocity": {"w": torch.full((50,), 3.0)},
+        "public": {"w": torch.full((50,), rounds - 0.5)},
+        "moved": {"w": torch.arange(50)},
+        "memory/7": {"w": torch.ones(2), "a/b": torch.zeros(1)},
+        "memory/12": {"w": torch.full((2,), 12.0)},
+    }
+    return Checkpoint(rounds, states)
+
+
+def test_what_was_written_is_read_back(tmp_path: Path) -> None:
     write_some(tmp_path / "run", 3)
     saved = read_run(tmp_path / "run")
     assert saved.records == tuple(record(number) for number in range(3))
     assert saved.checkpoint is not None
     assert saved.checkpoint.rounds == 3
-    assert torch.equal(saved.checkpoint.state["w"], torch.full((50,), 2.0))
-    assert torch.equal(saved.checkpoint.memories[7]["w"], torch.ones(2))
-    assert torch.equal(saved.checkpoint.velocity["w"], torch.full((50,), 3.0))
+    written, found = point(3).states, saved.checkpoint.states
+    assert found.keys() == written.keys()
+    for kind, state in written.items():
+        assert found[kind].keys() == state.keys()
+        assert all(torch.equal(found[kind][name], tensor) for name, tensor in state.items())
+    assert saved.checkpoint.memories().keys() == {7, 12}
+    assert saved.checkpoint["nothing"] == {}
     assert saved.remarks == ()
 
 
-def test_nothing_is_written_through_a_link(tmp_path: Path) -> None:
+def test_nothing_is_written_through_a_symlink(tmp_path: Path) -> None:
     for name in ("rounds.jsonl.damaged", "lock", "timing.jsonl"):
         folder, precious = tmp_path / name / "run", tmp_path / name / "precious"
         write_some(folder, 2)
@@ -77,7 +82,7 @@ def test_nothing_is_written_through_a_link(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["rounds.jsonl", "rounds.copy.jsonl", "lock"])
-def test_what_is_not_a_file_is_refused_and_not_waited_for(tmp_path: Path, name: str) -> None:
+def test_special_files_are_refused_without_blocking(tmp_path: Path, name: str) -> None:
     write_some(tmp_path / "run", 2)
     (tmp_path / "run" / name).unlink()
     os.mkfifo(tmp_path / "run" / name)
@@ -85,9 +90,9 @@ def test_what_is_not_a_file_is_refused_and_not_waited_for(tmp_path: Path, name: 
         open_run(tmp_path / "run")
 
 
-def test_of_two_that_begin_in_one_folder_at_once_one_does(tmp_path: Path) -> None:
-    for turn in range(20):
-        folder, begun, both = tmp_path / str(turn), list[str](), threading.Barrier(2)
+def test_of_two_processes_that_begin_in_one_folder_only_one_succeeds(tmp_path: Path) -> None:
+    for attempt in range(20):
+        folder, begun, both = tmp_path / str(attempt), list[str](), threading.Barrier(2)
 
         def begin(
             config: str, folder: Path = folder, begun: list[str] = begun, both: Any = both
@@ -105,7 +110,9 @@ def test_of_two_that_begin_in_one_folder_at_once_one_does(tmp_path: Path) -> Non
         assert [read_run(folder).config] == begun
 
 
-def test_a_free_folder_is_free_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_free_folder_never_returns_the_same_folder_twice(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(tmp_path)
     assert [free_folder("demo").name for _ in range(3)] == ["demo-1", "demo-2", "demo-3"]
     shutil.rmtree("runs")
@@ -114,10 +121,10 @@ def test_a_free_folder_is_free_once(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         free_folder("demo")
 
 
-def test_a_round_that_could_not_be_read_back_is_not_written(tmp_path: Path) -> None:
+def test_a_round_that_could_not_be_read_back_is_not_journalled(tmp_path: Path) -> None:
     writer = write_some(tmp_path / "run", 1)
     (device,) = record(1).devices
-    with pytest.raises(StorageError, match="round 1 cannot be written down: samples is"):
+    with pytest.raises(StorageError, match="round 1 cannot be journalled: samples is"):
         writer.append(replace(record(1), devices=(replace(device, samples=10**19),)))
     writer.append(record(1))
     assert read_run(tmp_path / "run").records == (record(0), record(1))
@@ -130,9 +137,7 @@ def test_only_the_last_two_checkpoints_are_kept(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("damage", ["truncate", "flip", "empty"])
-def test_a_damaged_checkpoint_is_passed_over_for_the_one_before(
-    tmp_path: Path, damage: str
-) -> None:
+def test_a_damaged_checkpoint_is_skipped_for_the_one_before(tmp_path: Path, damage: str) -> None:
     write_some(tmp_path / "run", 3)
     newest = checkpoints(tmp_path / "run")[0]
     content = newest.read_bytes()
@@ -151,7 +156,7 @@ def test_a_damaged_checkpoint_is_passed_over_for_the_one_before(
 @pytest.mark.parametrize("damage", ["truncate", "garbage", "shuffle", "empty", "gone"])
 def test_a_damaged_journal_is_read_from_its_copy(tmp_path: Path, damage: str) -> None:
     write_some(tmp_path / "run", 4)
-    journal = tmp_path / "run" / records.JOURNAL
+    journal = tmp_path / "run" / JOURNAL
     content = journal.read_bytes()
     lines = content.splitlines(keepends=True)
     journal.write_bytes({
@@ -172,18 +177,18 @@ def test_a_damaged_journal_is_read_from_its_copy(tmp_path: Path, damage: str) ->
     assert read_run(tmp_path / "run").remarks == ()
 
 
-def test_lines_that_cannot_be_read_are_kept_aside(tmp_path: Path) -> None:
+def test_unreadable_lines_are_set_aside(tmp_path: Path) -> None:
     write_some(tmp_path / "run", 4)
-    for name in (records.JOURNAL, records.COPY):
+    for name in (JOURNAL, COPY):
         path = tmp_path / "run" / name
         path.write_bytes(path.read_bytes().replace(b'"round": 2', b'"later": 2'))
-    content = (tmp_path / "run" / records.JOURNAL).read_bytes()
+    content = (tmp_path / "run" / JOURNAL).read_bytes()
     saved, _ = open_run(tmp_path / "run")
     assert len(saved.records) < 4
     assert (tmp_path / "run" / "rounds.jsonl.damaged").read_bytes() == content
 
 
-def test_a_damaged_checkpoint_does_not_count_as_one_of_the_two(tmp_path: Path) -> None:
+def test_a_damaged_checkpoint_is_not_one_of_the_two_that_are_kept(tmp_path: Path) -> None:
     write_some(tmp_path / "run", 3)
     newest = checkpoints(tmp_path / "run")[0]
     newest.write_bytes(b"nothing")
@@ -191,7 +196,7 @@ def test_a_damaged_checkpoint_does_not_count_as_one_of_the_two(tmp_path: Path) -
     assert (tmp_path / "run" / "checkpoint-3.damaged").read_bytes() == b"nothing"
     writer.append(record(2))
     writer.append(record(3))
-    writer.checkpoint(Checkpoint(4, {"w": torch.ones(2)}))
+    writer.checkpoint(point(4))
     assert [path.name for path in checkpoints(tmp_path / "run")] == [
         "checkpoint-4.safetensors",
         "checkpoint-2.safetensors",
@@ -200,7 +205,7 @@ def test_a_damaged_checkpoint_does_not_count_as_one_of_the_two(tmp_path: Path) -
 
 def test_a_journal_damaged_in_both_copies_is_read_up_to_the_damage(tmp_path: Path) -> None:
     write_some(tmp_path / "run", 3)
-    for name in (records.JOURNAL, records.COPY):
+    for name in (JOURNAL, COPY):
         journal = tmp_path / "run" / name
         journal.write_bytes(journal.read_bytes()[:-30])
     saved, _ = open_run(tmp_path / "run")
@@ -210,7 +215,7 @@ def test_a_journal_damaged_in_both_copies_is_read_up_to_the_damage(tmp_path: Pat
     assert "line 3" in saved.remarks[0]
 
 
-def test_a_folder_that_holds_a_run_is_left_alone(tmp_path: Path) -> None:
+def test_a_folder_with_a_run_is_not_overwritten(tmp_path: Path) -> None:
     write_some(tmp_path / "run", 1)
     with pytest.raises(StorageError, match="--resume"):
         RunWriter.create(tmp_path / "run", "")
@@ -227,103 +232,45 @@ def test_a_full_disk_leaves_the_last_checkpoint_intact(
         path.write_bytes(b"half a checkpoint")
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(records, "save_file", full)
+    monkeypatch.setattr(checkpoint, "save_file", full)
     with pytest.raises(StorageError, match=r"No space left.*last checkpoint is intact.*--resume"):
-        writer.checkpoint(Checkpoint(3, {"w": torch.ones(50)}))
+        writer.checkpoint(point(3))
     saved = read_run(tmp_path / "run")
     assert saved.checkpoint is not None
     assert saved.checkpoint.rounds == 2
     assert not list((tmp_path / "run").glob("*.part"))
 
 
-# --- kill -9 --------------------------------------------------------------------------------------
+# --- kill -9 (`test_drills` kills at random moments) ----------------------------------------------
 
 
-def start(folder: Path, overrides: list[str], workers: int, sabotage: Callable[[], None]) -> int:
-    """Run or go on in a forked process; returns its id."""
-    child = os.fork()
-    if child:
-        return child
-    try:
-        # A fork server that another test began is no child of this process: it needs its own.
-        forkserver._forkserver._forkserver_pid = None  # type: ignore[attr-defined]
-        sabotage()
-        if (folder / records.CONFIG).exists():
-            run(resume=folder, workers=workers, json=True)
-        else:
-            run("demo", overrides, folder, None, workers, json=True)
-        os._exit(0)
-    except BaseException:
-        traceback.print_exc()
-    finally:
-        os._exit(1)
-
-
-def contents(folder: Path) -> tuple[bytes, bytes]:
-    final = folder / f"checkpoint-{ROUNDS}.safetensors"
-    return (folder / records.JOURNAL).read_bytes(), final.read_bytes()
-
-
-def uninterrupted(folder: Path, overrides: list[str]) -> tuple[bytes, bytes]:
-    os.waitpid(start(folder, overrides, 1, lambda: None), 0)
-    return contents(folder)
-
-
-def kill_again_and_again(folder: Path, workers: int, longest: float, times: int) -> None:
-    """Kill runs at random moments; whenever one gets to its end, it is the same end."""
-    overrides = small_overrides(folder, f"run.rounds={ROUNDS}", "run.checkpoint_every=1")
-    expected = uninterrupted(folder / "whole", overrides)
-    moments, killed, ended, home = random.Random(workers), 0, 0, folder / "killed"
-    while killed < times or not ended or home.exists():
-        child = start(home, overrides, workers, lambda: None)
-        if killed < times:
-            time.sleep(moments.uniform(0.0, longest))
-            os.kill(child, signal.SIGKILL)
-        _, status = os.waitpid(child, 0)
-        killed += os.WIFSIGNALED(status)
-        if not os.WIFSIGNALED(status):
-            assert os.WEXITSTATUS(status) == 0
-            assert contents(home) == expected
-            ended += 1
-            shutil.rmtree(home)
-
-
-def test_twenty_kills_change_nothing(tmp_path: Path) -> None:
-    kill_again_and_again(tmp_path, 1, 1.2, 20)
-
-
-@pytest.mark.parametrize("times", [3, pytest.param(20, marks=pytest.mark.slow)])
-def test_kills_with_two_workers_change_nothing(tmp_path: Path, times: int) -> None:
-    kill_again_and_again(tmp_path, 2, 4.0, times)
-
-
-def test_killed_during_a_checkpoint(tmp_path: Path) -> None:
-    overrides = small_overrides(tmp_path, f"run.rounds={ROUNDS}")
-    expected = uninterrupted(tmp_path / "whole", overrides)
+@pytest.mark.parametrize("moment", ["before saving", "half written", "before renaming"])
+def test_a_kill_during_a_checkpoint_changes_nothing(tmp_path: Path, moment: str) -> None:
+    expected, _ = undisturbed(tmp_path / "undisturbed")
 
     def die() -> None:
         os.kill(os.getpid(), signal.SIGKILL)
 
-    def sabotage(moment: str) -> None:
+    def sabotage() -> None:
         saved = 0
 
         def save(tensors: dict[str, torch.Tensor], path: Path, about: dict[str, str]) -> None:
             nonlocal saved
             saved += 1
-            if saved == 3 and moment == "between journal and save":
+            if saved == 3 and moment == "before saving":
                 die()
             save_file(tensors, path, about)
             if saved == 3 and moment == "half written":
                 os.truncate(path, 1000)
-                die()
             if saved == 3:
                 die()
 
-        setattr(records, "save_file", save)  # noqa: B010 - as monkeypatch does, in a child
+        setattr(checkpoint, "save_file", save)  # noqa: B010 - as monkeypatch does, in a child
 
-    for moment in ("before rename", "half written", "between journal and save"):
-        home = tmp_path / moment
-        _, status = os.waitpid(start(home, overrides, 1, partial(sabotage, moment)), 0)
-        assert os.WIFSIGNALED(status)
-        os.waitpid(start(home, overrides, 1, lambda: None), 0)
-        assert contents(home) == expected, moment
+    trial = Trial(tmp_path)
+    assert os.waitstatus_to_exitcode(os.waitpid(trial.start(sabotage), 0)[1]) == -signal.SIGKILL
+    saved = read_run(trial.home)
+    assert saved.checkpoint is not None
+    assert (saved.checkpoint.rounds, len(saved.records), saved.remarks) == (2, 3, ())
+    assert trial.finish() == 0
+    assert trial.outcome() == expected

@@ -1,4 +1,4 @@
-"""A user's own methods and models, beside the package's."""
+"""Custom methods and models, beside the package's."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def write_examples(folder: Path) -> Path:
     return folder / "mine"
 
 
-def test_the_documents_model_and_method_take_part_in_a_comparison(tmp_path: Path) -> None:
+def test_the_documented_model_and_method_take_part_in_a_comparison(tmp_path: Path) -> None:
     own = write_examples(tmp_path)
     changes = [*small_overrides(tmp_path), "model.name=tiny", "run.rounds=2"]
     command = ["compare", "demo", "--methods", "fedavg,half", "--workers", "2", "--json"]
@@ -64,7 +64,7 @@ def test_several_folders_are_named_as_in_path(
         ("METHOD = 5", r"own_method\.py: METHOD and VARIANTS have to be of type Method"),
     ],
 )
-def test_what_is_wrong_with_a_file_is_said(
+def test_a_bad_file_is_refused_with_the_reason(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, text: str, words: str
 ) -> None:
     (tmp_path / "own_method.py").write_text(text)
@@ -77,11 +77,13 @@ def test_what_is_wrong_with_a_file_is_said(
 def test_a_model_is_a_model_spec(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "own_model.py").write_text("MODEL = 3")
     monkeypatch.setattr(models, "__path__", [*models.__path__, str(tmp_path)])
-    with pytest.raises(UnknownNameError, match=r"own_model\.py: MODEL has to be a ModelSpec"):
+    with pytest.raises(UnknownNameError, match=r"own_model\.py: MODEL must be a ModelSpec"):
         models.load("own_model")
 
 
-def test_the_packages_names_are_taken(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_custom_file_cannot_take_the_name_of_a_package_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (tmp_path / "models").mkdir()
     (tmp_path / "models" / "cnn.py").write_text("raise RuntimeError")
     monkeypatch.setenv("ANYCOSTFL_PATH", str(tmp_path))
@@ -98,7 +100,7 @@ def told_of(model: str) -> str:
     return done.stdout + done.stderr
 
 
-def test_an_unknown_name_says_where_it_was_looked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_unknown_name_lists_the_folders_searched(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("ANYCOSTFL_PATH", "elsewhere")
     with pytest.raises(
         UnknownNameError, match=r"no method 'half'; there are anycostfl, .*elsewhere"

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from anycostfl import ElasticModel, WidthPlan
-from anycostfl.aggregate import Contribution, aggregate
+from anycostfl.server.aggregate import Contribution, aggregate
 from anycostfl.shrink.cut import permute
 from anycostfl.shrink.widths import RULES, WidthPlanner, put, take
 from anycostfl.state import Update, clone_state, tensors_of

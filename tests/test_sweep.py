@@ -9,13 +9,14 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from anycostfl import methods, sweep
+from anycostfl import methods
 from anycostfl.cli import build_app
 from anycostfl.cli import sweep as cli_sweep
 from anycostfl.errors import ConfigError
+from anycostfl.evaluation import sweep
 from anycostfl.evaluation.compare import Series
 from anycostfl.evaluation.sweep import KINDS, WIDTHS, spread_over, widths
-from anycostfl.fleets.attackers import LIES
+from anycostfl.fleets.attackers import ATTACKS
 from anycostfl.planning.draw import draw_cohort
 from small_runs import small_config, small_overrides
 
@@ -56,7 +57,7 @@ def test_ablation_charges_what_the_missing_part_saved(tmp_path: Path) -> None:
     assert (tmp_path / "all" / "ablation.png").stat().st_size > 5_000  # bars all the same
 
 
-def test_heterogeneity_trains_only_what_plans_otherwise(tmp_path: Path) -> None:
+def test_heterogeneity_trains_only_methods_that_plan_otherwise(tmp_path: Path) -> None:
     words = ("compute", "demo", "--methods", "anycostfl,stc", "--values", "0,3e-27")
     found = call(tmp_path, *words)["compute"]
     assert isinstance(found, dict)
@@ -71,7 +72,7 @@ def test_heterogeneity_trains_only_what_plans_otherwise(tmp_path: Path) -> None:
     assert shown["stc"] == [[x, {**costs, "reached": False}] for x, costs in found["stc"]]
 
 
-def test_a_spread_that_cannot_be_is_told_before_any_round(tmp_path: Path) -> None:
+def test_an_impossible_spread_is_refused_before_any_round(tmp_path: Path) -> None:
     arguments = ["sweep", "compute", "demo", "--values", "0,5e-27", "--out", str(tmp_path / "all")]
     result = CliRunner().invoke(build_app(), arguments)
     assert "energy_coefficient_std: given 5e-27" in str(result.exception)
@@ -82,7 +83,7 @@ def test_a_spread_that_cannot_be_is_told_before_any_round(tmp_path: Path) -> Non
     assert not (tmp_path / "all").exists() or not [*(tmp_path / "all").glob("*/rounds.jsonl")]
 
 
-def test_nothing_is_shown_of_what_was_not_played(tmp_path: Path) -> None:
+def test_nothing_is_shown_before_anything_was_run(tmp_path: Path) -> None:
     for kind in KINDS:
         arguments = ["sweep", kind, "demo", "--show", "--out", str(tmp_path)]
         result = CliRunner().invoke(build_app(), arguments)
@@ -127,12 +128,12 @@ def test_an_unknown_kind_is_named() -> None:
 def test_attacks_with_and_without_a_defence(tmp_path: Path) -> None:
     found = call(tmp_path, "attacks", "demo", "--rounds", "2")["attacks"]
     assert isinstance(found, dict)
-    assert list(found) == ["none", *LIES]
+    assert list(found) == ["none", *ATTACKS]
     assert all(list(row) == ["open", "defended"] for row in found.values())
     assert len({tuple(row.values()) for row in found.values()}) > 1
     folder = tmp_path / "all"
     header, clean, *rest = (folder / "attacks.csv").read_text().splitlines()
     assert header == "liars,open,defended"
     assert clean == f"none,{found['none']['open']},{found['none']['defended']}"
-    assert len(rest) == len(LIES)
-    assert (folder / "attacks.md").read_text().count("\n") == 3 + len(LIES)
+    assert len(rest) == len(ATTACKS)
+    assert (folder / "attacks.md").read_text().count("\n") == 3 + len(ATTACKS)

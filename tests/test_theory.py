@@ -10,12 +10,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from anycostfl import theory
 from anycostfl.errors import ConfigError, UnknownNameError
-from anycostfl.server.aggregate import optimal_weights
+from anycostfl.planning import cost
+from anycostfl.server import theory
+from anycostfl.server.aggregate import LEAST_RATIO, divergence_ratio, optimal_weights
 
 ROOT = Path(__file__).parents[1]
 share = st.floats(0.0, 1.0)
+positive = st.floats(0.01, 1.0)
 
 
 def test_bound_at_its_corners() -> None:
@@ -63,7 +65,44 @@ def test_lemma_1_on_the_uniform_update_it_assumes_holds_only_for_wide_sub_models
     assert measured == pytest.approx((1 - alpha * math.sqrt(beta)) ** 3, rel=0.02)
     assert (measured <= float(theory.local_divergence_bound(alpha, beta))) is holds
     # what Theorem 2 needs of it survives for every width
-    assert measured <= 1 - float(theory.learning_gain(alpha, beta))
+    assert measured <= 1 - float(cost.learning_gain(alpha, beta))
+
+
+# --- Theorem 1 and Lemma 2 ------------------------------------------------------------------------
+
+
+@given(alpha=positive, beta=positive, count=st.integers(1, 30))
+def test_equal_strategies_give_equal_weights(alpha: float, beta: float, count: int) -> None:
+    weights = optimal_weights(np.full(count, alpha), np.full(count, beta))
+    assert weights == pytest.approx(np.full(count, 1 / count))
+
+
+@given(pairs=st.lists(st.tuples(positive, positive), min_size=1, max_size=30))
+def test_weights_sum_to_one_and_follow_the_ratio(pairs: list[tuple[float, float]]) -> None:
+    alpha, beta = np.array(pairs).T
+    weights = optimal_weights(alpha, beta)
+    assert weights.sum() == pytest.approx(1.0)
+    ratio = np.maximum(1 - alpha * (2 - alpha) * np.sqrt(beta), LEAST_RATIO)
+    assert np.all(np.diff(weights[np.argsort(-ratio)]) >= -1e-15)
+
+
+def test_weights_by_hand() -> None:
+    # ratios 0.5 and 0.25: weights 4 and 16 of 20
+    assert optimal_weights([1.0, 1.0], [0.25, 0.5625]) == pytest.approx([0.2, 0.8])
+
+
+def test_weights_are_bounded_where_the_formula_is_singular() -> None:
+    weights = optimal_weights([1.0, 1.0, 0.5], [1.0, 1.0, 0.05])
+    assert np.all(np.isfinite(weights))
+    assert weights[:2] == pytest.approx([0.5, 0.5], abs=1e-5)
+
+
+def test_samples_multiply_the_weights() -> None:
+    assert optimal_weights([0.5, 0.5], [0.1, 0.1], samples=[100, 300]) == pytest.approx(
+        [0.25, 0.75]
+    )
+    with pytest.raises(ConfigError, match="samples"):
+        optimal_weights([0.5], [0.1], samples=[-1])
 
 
 @given(weights=st.lists(st.floats(0.01, 1.0), min_size=3, max_size=3))
@@ -84,7 +123,7 @@ def test_global_bound_by_hand() -> None:
 
 @given(alpha=share, beta=share)
 def test_gain_is_a_share_and_step_c_of_theorem_2_holds(alpha: float, beta: float) -> None:
-    gain = float(theory.learning_gain(alpha, beta))
+    gain = float(cost.learning_gain(alpha, beta))
     assert gain == pytest.approx(alpha**4 * beta)
     assert 0.0 <= gain <= 1.0
     assert float(theory.local_divergence_bound(alpha, beta)) <= 1.0 - gain + 1e-12
@@ -122,7 +161,7 @@ def test_more_gain_never_needs_more_rounds(low: float, high: float) -> None:
 
 def test_bad_values_are_all_named() -> None:
     with pytest.raises(ConfigError) as caught:
-        theory.divergence_ratio(1.5, float("nan"))
+        divergence_ratio(1.5, float("nan"))
     assert len(caught.value.problems) == 2
     for convexity in (0.0, 2.0):
         with pytest.raises(ConfigError, match="0 < ν <= λ"):
@@ -136,37 +175,37 @@ def test_bad_values_are_all_named() -> None:
 
 
 def test_quality_by_hand() -> None:
-    curve = theory.RateDistortion((0.01, 0.1), (0.25, 0.04))
+    curve = cost.RateDistortion((0.01, 0.1), (0.25, 0.04))
     np.testing.assert_allclose(curve.quality([0.01, 0.1, 1.0]), [0.25, 0.64, 1.0])
     assert curve.quality(np.sqrt(0.01 * 0.1)) == pytest.approx(np.sqrt(0.25 * 0.64))
     assert curve.quality(0.001) == pytest.approx(0.025)  # a tenth of the rate, a tenth of it
     assert curve.quality(0.0) < 1e-300
 
 
-@pytest.mark.parametrize("codec", theory.MEASURED)
+@pytest.mark.parametrize("codec", cost.MEASURED)
 def test_measured_quality_rises_and_is_concave_in_logarithms(codec: str) -> None:
     beta = np.geomspace(1e-5, 1.0, 400)
-    slope = np.diff(np.log(theory.MEASURED[codec].quality(beta))) / np.diff(np.log(beta))
+    slope = np.diff(np.log(cost.MEASURED[codec].quality(beta))) / np.diff(np.log(beta))
     assert np.all(slope > 0)
     assert np.all(np.diff(slope) < 1e-9)
 
 
-@pytest.mark.parametrize("codec", theory.MEASURED)
+@pytest.mark.parametrize("codec", cost.MEASURED)
 def test_measured_errors_are_the_means_of_the_published_table(codec: str) -> None:
     table = (ROOT / "docs/results/codec.md").read_text()
     row = rf"^\| {re.escape(codec)} \| 1/([\d.]+) \| [\d,]+ \| ([\d.e+-]+) \|"
-    errors: dict[float, list[float]] = {rate: [] for rate in theory.RATES}
+    errors: dict[float, list[float]] = {rate: [] for rate in cost.RATES}
     for ratio, error in re.findall(row, table, re.MULTILINE):
-        nearest = min(theory.RATES, key=lambda rate: abs(math.log(rate * float(ratio))))
+        nearest = min(cost.RATES, key=lambda rate: abs(math.log(rate * float(ratio))))
         errors[nearest].append(float(error))
     assert all(len(found) == 12 for found in errors.values())
     means = [statistics.fmean(found) for found in errors.values()]
-    assert means == pytest.approx(theory.MEASURED[codec].errors, abs=5e-5)
+    assert means == pytest.approx(cost.MEASURED[codec].errors, abs=5e-5)
 
 
 def test_a_codec_without_a_measured_quality_is_named() -> None:
     with pytest.raises(UnknownNameError, match="no codec 'lowrnak'"):
-        theory.quality("lowrnak", 0.1)
+        cost.quality("lowrnak", 0.1)
 
 
 def test_rounds_are_counted_over_the_whole_range_of_numbers() -> None:
@@ -175,5 +214,5 @@ def test_rounds_are_counted_over_the_whole_range_of_numbers() -> None:
 
 def test_the_papers_codec_has_beta_itself_as_its_quality() -> None:
     beta = np.array([0.01, 0.1, 0.5])
-    paper = theory.RateDistortion(tuple(beta), tuple((1 - np.sqrt(beta)) ** 2))
+    paper = cost.RateDistortion(tuple(beta), tuple((1 - np.sqrt(beta)) ** 2))
     np.testing.assert_allclose(paper.quality(beta), beta)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from unittest.mock import patch
 
 import pytest
@@ -14,9 +15,10 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from anycostfl import models, winograd
+from anycostfl import models
+from anycostfl.contrib import winograd
 from anycostfl.contrib.winograd import convolve, fast_convolutions
-from anycostfl.device import TrainOptions, train
+from anycostfl.device import Training, train
 
 EXACT = 5e-6  # of the sum of all products' sizes; single precision itself is at 1e-7
 
@@ -95,7 +97,7 @@ def counted(module: nn.Module, image: Tensor, *, on: bool = True) -> tuple[Tenso
     """A module's output, and how many of its convolutions went the fast way."""
     with (
         patch.object(winograd, "convolve", side_effect=convolve) as fast,
-        fast_convolutions(on),
+        fast_convolutions() if on else nullcontext(),
     ):
         output = module(image)
     return output, fast.call_count
@@ -159,9 +161,8 @@ def test_what_follows_may_write_in_place_and_recompute() -> None:
     plain, fast = (
         train(
             copy.deepcopy(module),
-            images,
-            torch.arange(8) % 3,
-            TrainOptions(0.05, 8, winograd=on),
+            (images, torch.arange(8) % 3),
+            Training(0.05, 8, winograd=on),
             torch.Generator().manual_seed(3),
         )
         for on in (False, True)
@@ -195,9 +196,8 @@ def test_training_is_close_to_torchs_own_and_repeats_to_the_bit() -> None:
     plain, fast, again = (
         train(
             copy.deepcopy(module),
-            images,
-            labels,
-            TrainOptions(0.05, 16, winograd=on),
+            (images, labels),
+            Training(0.05, 16, winograd=on),
             torch.Generator().manual_seed(3),
         )
         for on in (False, True, True)

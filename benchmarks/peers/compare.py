@@ -78,7 +78,7 @@ def descendants(root: int) -> list[int]:
 
 
 def proportional_megabytes(process: int) -> float:
-    """Memory of a process, shared pages divided among those who share them."""
+    """Memory of a process, shared pages divided among the processes that share them."""
     try:
         lines = Path(f"/proc/{process}/smaps_rollup").read_text().splitlines()
     except OSError:
@@ -140,18 +140,18 @@ def run(name: str, command: list[str], rounds: int) -> dict[str, Any]:
 def row(runs: list[dict[str, Any]], quiet: float, bare: float) -> tuple[list[str], float]:
     """A contestant's cells of the table, and its median; NaN if no round can be used."""
     good = [r for r in runs if not r["failed"]]
-    later = [turn for r in good for turn in r["rounds"][1:]]
-    kept = [turn for turn in later if turn[2] <= quiet * turn[0]]
+    later = [taken for r in good for taken in r["rounds"][1:]]
+    kept = [taken for taken in later if taken[2] <= quiet * taken[0]]
     if not kept:
         return [f"no quiet round of {len(later)}, {len(runs) - len(good)} runs failed"], math.nan
-    seconds = [turn[0] for turn in kept]
+    seconds = [taken[0] for taken in kept]
     median = statistics.median(seconds)
     cells = [
         f"{median:.2f}",
         f"{min(seconds):.2f}–{max(seconds):.2f}",
         f"{len(kept)} of {len(later)}",
         f"{median / bare:.2f}" if bare else "1",
-        f"{statistics.median(turn[1] for turn in kept):.2f}",
+        f"{statistics.median(taken[1] for taken in kept):.2f}",
         f"{min(r['rounds'][0][0] for r in good):.1f}",
         f"{max(r['megabytes'] for r in good):.0f} in {max(r['processes'] for r in good):.0f}",
     ]
@@ -203,9 +203,9 @@ def main() -> None:
     if not arguments.own:
         compare(arguments)
         return
-    turns = own_rounds(arguments.own)
+    seconds = own_rounds(arguments.own)
     for number in range(1, arguments.rounds + 1):
-        print(f"round {number} {next(turns):.4f}", flush=True)
+        print(f"round {number} {next(seconds):.4f}", flush=True)
 
 
 if __name__ == "__main__":

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Generator, Mapping
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 
 from anycostfl.device import threads
@@ -38,7 +39,7 @@ Rounds = Generator[RoundResult, None, None]
 
 def run_rounds(
     experiment: Experiment,
-    fleet: Fleet,
+    fleet: AbstractContextManager[Fleet],
     start: ServerState | None = None,
     *,
     min_replies: int = 1,
@@ -46,19 +47,19 @@ def run_rounds(
     """Train: round after round, from the beginning or from where a run stopped."""
     run = experiment.config.run
     state = start or first_state(experiment)
-    with fleet:
+    with fleet as devices:
         for number in range(state.rounds, run.rounds):
             with threads(1):  # every process computes alike, so results are the same everywhere
                 clock = Stopwatch()
                 # Who is there, and what can each device spend in this round?
-                offers = fleet.offers(number, state.suspensions)
+                offers = devices.offers(number, state.suspensions)
                 clock.lap("offers_s")
                 # The server sorts its channels and plans a width, a rate and a clock for each.
                 state, plan = open_round(experiment, state, offers)
                 clock.lap("plan_s")
                 # Devices shrink, train and compress; replies are checked as they arrive, and
                 # what counts moves the global model.
-                replies = fleet.perform(plan)
+                replies = devices.perform(plan)
                 state, record = close_round(
                     experiment, state, plan, replies, min_replies=min_replies
                 )
@@ -66,9 +67,9 @@ def run_rounds(
                 # Now and then: how good is the model?
                 if is_evaluated(run, number):
                     state = calibrate(experiment, state)
-                    record = replace(record, accuracy=fleet.evaluate(state.weights))
+                    record = replace(record, accuracy=devices.evaluate(state.weights))
                 clock.lap("evaluate_s")
-                state = replace(state, memories=fleet.memory())
+                state = replace(state, memories=devices.memory())
             yield RoundResult(record, state, clock.laps)
 
 

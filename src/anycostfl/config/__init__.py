@@ -277,9 +277,10 @@ def _modernized(table: dict[str, Any]) -> dict[str, Any]:
         *section, key = old.split(".")
         home = table.get(section[0]) if section else table
         if isinstance(home, dict) and key in home:
-            value = home.pop(key)
-            *section, key = new.split(".")
-            (table.setdefault(section[0], {}) if section else table).setdefault(key, value)
+            renamed = home.pop(key)
+            for name in reversed(new.split(".")):
+                renamed = {name: renamed}
+            table = merge(renamed, table)  # a new key beside the old one wins
     return table
 
 

@@ -179,7 +179,8 @@ def _unknown(kind: type, prefix: str, key: str, names: Sequence[str]) -> str:
     if key == FILE_ONLY and not prefix:
         return f"{prefix}{key}: only the file of a preset may have one"
     inside = [] if prefix else _sections_with(kind, key)
-    close = inside or difflib.get_close_matches(key, names, n=1)
+    known = names if prefix else [*names, FILE_ONLY]
+    close = inside or difflib.get_close_matches(key, known, n=1)
     allowed = f"did you mean {' or '.join(close)}?" if close else f"allowed {', '.join(names)}"
     return f"{prefix}{key}: unknown key, {allowed}"
 

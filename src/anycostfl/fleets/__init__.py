@@ -10,7 +10,6 @@ Real devices are `anycostfl.flower.fleet`; Flower's simulation engine is `anycos
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from contextlib import AbstractContextManager
 from typing import Protocol
 
 from anycostfl.device import Reply
@@ -19,8 +18,8 @@ from anycostfl.server.suspensions import Suspensions
 from anycostfl.state import State
 
 
-class Fleet(AbstractContextManager["Fleet"], Protocol):
-    """Devices, wherever they run; open while its rounds are run."""
+class Fleet(Protocol):
+    """Devices, wherever they run; opened by a context manager for as long as rounds are run."""
 
     def offers(self, number: int, suspensions: Suspensions) -> Offers:
         """The cohort of a round, and what each device can spend."""

@@ -11,6 +11,7 @@ from __future__ import annotations
 import multiprocessing
 import os
 import signal
+import threading
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
@@ -29,7 +30,6 @@ from anycostfl.device import DeviceRuntime, Job, Reply, reuse_memory
 from anycostfl.errors import AnycostError
 from anycostfl.fleets.attackers import Attackers
 from anycostfl.fleets.simulated import Holdings, InProcess
-from anycostfl.processes import end_with_parent
 from anycostfl.shrink import ElasticModel
 from anycostfl.state import tensors_of
 
@@ -138,7 +138,7 @@ _devices: list[InProcess] = []  # the one of this process
 
 def _start(shared: Shared) -> None:
     """Build what runs any device."""
-    end_with_parent(lambda: os._exit(1), os.getppid())
+    threading.Thread(target=_exit_with_parent, daemon=True).start()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the server to handle
     torch.set_num_threads(1)
     reuse_memory()
@@ -150,6 +150,17 @@ def _start(shared: Shared) -> None:
     method = config.method_of(config.run.method)
     runtime = DeviceRuntime(method, net, config.training, config.workload.epochs)
     _devices.append(InProcess(runtime, shared.holdings, shared.attackers))
+
+
+def _exit_with_parent() -> None:
+    """End this process when the one that opened the pool is gone, however it ended.
+
+    The system's parent is the fork server, which itself waits for the last worker to end.
+    """
+    parent = multiprocessing.parent_process()
+    if parent is not None:
+        parent.join()
+        os._exit(1)
 
 
 def _perform(job: Any) -> tuple[Any, str]:

@@ -127,10 +127,11 @@ class SimulatedFleet:
         attackers = choose_attackers(self._config.attack, fleet.devices, seed)
         self._local = InProcess(experiment.runtime, holdings, attackers)
         self._executor: Executor = self._local
-        self._open_executor, self._stack = executor, ExitStack()
+        # Now, not in __enter__: if data cannot be shared, no run directory is begun.
+        self._context, self._stack = executor(self._local), ExitStack()
 
     def __enter__(self) -> Self:
-        self._executor = self._stack.enter_context(self._open_executor(self._local))
+        self._executor = self._stack.enter_context(self._context)
         return self
 
     def __exit__(self, *_: object) -> None:

@@ -12,31 +12,14 @@ from itertools import accumulate
 class Status(enum.StrEnum):
     """What became of a device in a round."""
 
-    OK = "ok"
-    INFEASIBLE = "infeasible"
-    SUSPENDED = "suspended"
-    MISSING = "missing"
-    FAILED = "failed"
-    REFUSED = "refused"
-    EXCLUDED = "excluded"
-    UNUSED = "unused"
-
-    @property
-    def meaning(self) -> str:
-        """One phrase for tables and pages."""
-        return _MEANINGS[self]
-
-
-_MEANINGS = {
-    Status.OK: "the update was used",
-    Status.INFEASIBLE: "no strategy fits its budgets",
-    Status.SUSPENDED: "it was refused too often",
-    Status.MISSING: "no reply, or not in time",
-    Status.FAILED: "the device reported that it has no update",
-    Status.REFUSED: "the reply is not an update of what was asked",
-    Status.EXCLUDED: "its updates point away from those of the others",
-    Status.UNUSED: "the update is fine, but too few arrived to use it",
-}
+    OK = "ok"  # the update was used
+    INFEASIBLE = "infeasible"  # no strategy fits its budgets
+    SUSPENDED = "suspended"  # it was refused too often
+    MISSING = "missing"  # no reply, or not in time
+    FAILED = "failed"  # the device reported that it has no update
+    REFUSED = "refused"  # the reply is not an update of what was asked
+    EXCLUDED = "excluded"  # its updates point away from those of the others
+    UNUSED = "unused"  # the update is fine, but too few arrived to use it
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,9 +5,9 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from anycostfl import config, fleet, planner
+from anycostfl import config
 from anycostfl.errors import ConfigError, UnknownNameError
-from anycostfl.planning.draw import FleetSpec
+from anycostfl.planning import draw, planner
 
 SPEC = config.load_preset("fmnist-iid").fleet
 ROUNDS = 400
@@ -26,7 +26,7 @@ def test_preset_reproduces_the_papers_table(preset: str) -> None:
     settings = config.load_preset(preset)
     plans = []
     for index in range(ROUNDS):
-        cohort = fleet.draw_cohort(settings.fleet, seed=0, round_index=index)
+        cohort = draw.draw_cohort(settings.fleet, seed=0, round_index=index)
         limits = settings.limits_of("anycostfl")
         plans.append(planner.plan_strategies(cohort.devices, settings.workload, limits))
     seconds, joules, alpha, share = TABLE[preset]
@@ -38,19 +38,19 @@ def test_preset_reproduces_the_papers_table(preset: str) -> None:
 
 
 def test_same_seed_and_round_give_the_same_cohort_whatever_came_before() -> None:
-    first = fleet.draw_cohort(SPEC, seed=3, round_index=7)
-    fleet.draw_cohort(SPEC, seed=3, round_index=6)
-    again = fleet.draw_cohort(SPEC, seed=3, round_index=7)
+    first = draw.draw_cohort(SPEC, seed=3, round_index=7)
+    draw.draw_cohort(SPEC, seed=3, round_index=6)
+    again = draw.draw_cohort(SPEC, seed=3, round_index=7)
     assert np.array_equal(first.index, again.index)
     assert np.array_equal(first.devices.rate_bps, again.devices.rate_bps)
-    other = fleet.draw_cohort(SPEC, seed=4, round_index=7)
+    other = draw.draw_cohort(SPEC, seed=4, round_index=7)
     assert not np.array_equal(first.devices.energy_j, other.devices.energy_j)
 
 
 def test_a_devices_draw_does_not_depend_on_the_cohort_or_the_size_of_the_fleet() -> None:
-    everyone = fleet.draw_cohort(replace(SPEC, cohort=60), seed=1, round_index=2)
-    few = fleet.draw_cohort(replace(SPEC, cohort=5), seed=1, round_index=2)
-    bigger = fleet.draw_cohort(replace(SPEC, devices=500, cohort=500), seed=1, round_index=2)
+    everyone = draw.draw_cohort(replace(SPEC, cohort=60), seed=1, round_index=2)
+    few = draw.draw_cohort(replace(SPEC, cohort=5), seed=1, round_index=2)
+    bigger = draw.draw_cohort(replace(SPEC, devices=500, cohort=500), seed=1, round_index=2)
     assert np.array_equal(everyone.distance_m[few.index], few.distance_m)
     for name in ("energy_j", "energy_coefficient"):
         drawn = getattr(everyone.devices, name)
@@ -60,7 +60,7 @@ def test_a_devices_draw_does_not_depend_on_the_cohort_or_the_size_of_the_fleet()
 
 def test_hardware_stays_and_positions_move() -> None:
     whole = replace(SPEC, cohort=60)
-    one, two = (fleet.draw_cohort(whole, seed=0, round_index=i) for i in (0, 1))
+    one, two = (draw.draw_cohort(whole, seed=0, round_index=i) for i in (0, 1))
     assert np.array_equal(one.devices.energy_coefficient, two.devices.energy_coefficient)
     assert not np.array_equal(one.distance_m, two.distance_m)
     assert not np.array_equal(one.devices.energy_j, two.devices.energy_j)
@@ -68,7 +68,7 @@ def test_hardware_stays_and_positions_move() -> None:
 
 def test_positions_fill_the_disk_evenly_and_budgets_their_range() -> None:
     large = replace(SPEC, devices=200_000, cohort=200_000)
-    cohort = fleet.draw_cohort(large, seed=0, round_index=0)
+    cohort = draw.draw_cohort(large, seed=0, round_index=0)
     inside = (cohort.distance_m < 275.0).mean()
     assert inside == pytest.approx(0.25, abs=0.01)  # a quarter of the area
     assert cohort.distance_m.max() <= 550.0
@@ -82,16 +82,16 @@ def test_positions_fill_the_disk_evenly_and_budgets_their_range() -> None:
 
 def test_shared_bandwidth_is_divided_by_the_cohort() -> None:
     own = replace(SPEC, bandwidth_shared=False)
-    alone = fleet.channel_rate_bps(own, 300.0, 0.1, sharers=15)
-    split = fleet.channel_rate_bps(replace(SPEC, bandwidth_hz=15e6), 300.0, 0.1, sharers=15)
+    alone = draw.channel_rate_bps(own, 300.0, 0.1, sharers=15)
+    split = draw.channel_rate_bps(replace(SPEC, bandwidth_hz=15e6), 300.0, 0.1, sharers=15)
     assert split == pytest.approx(float(alone))
-    assert fleet.channel_rate_bps(SPEC, 300.0, 0.1, sharers=15) < alone
+    assert draw.channel_rate_bps(SPEC, 300.0, 0.1, sharers=15) < alone
 
 
 @pytest.mark.parametrize("std", [0.0, 1e-27, 4e-27])
 def test_coefficient_spread_keeps_its_mean(std: float) -> None:
     spec = replace(SPEC, devices=100_000, energy_coefficient_std=std)
-    drawn = fleet.draw_hardware(spec, seed=0, profiles={})["energy_coefficient"]
+    drawn = draw.draw_hardware(spec, seed=0, profiles={})["energy_coefficient"]
     assert drawn.mean() == pytest.approx(7.5e-27, rel=0.01, abs=0)  # abs is 1e-12 otherwise
     assert drawn.std() == pytest.approx(std, rel=0.02, abs=1e-33)
 
@@ -99,7 +99,7 @@ def test_coefficient_spread_keeps_its_mean(std: float) -> None:
 @pytest.mark.parametrize("std", [0.0, 50.0, 150.0])
 def test_distance_spread_keeps_its_mean(std: float) -> None:
     spec = replace(SPEC, devices=100_000, distance_mean_m=400.0, distance_std_m=std)
-    drawn = fleet.draw_distance_m(spec, seed=0, round_index=0)
+    drawn = draw.draw_distance_m(spec, seed=0, round_index=0)
     assert drawn.mean() == pytest.approx(400.0, rel=0.01)
     assert drawn.std() == pytest.approx(std, rel=0.02, abs=1e-9)
 
@@ -112,10 +112,10 @@ def test_too_much_spread_is_refused() -> None:
 
 
 def test_unequal_samples_keep_the_total() -> None:
-    counts = fleet.draw_samples(replace(SPEC, samples_concentration=0.5), seed=0)
+    counts = draw.draw_samples(replace(SPEC, samples_concentration=0.5), seed=0)
     assert counts.sum() == pytest.approx(60_000, rel=0.001)
     assert counts.std() == pytest.approx(436, rel=0.35)  # by hand from Var of Beta(0.5, 29.5)
-    given = fleet.draw_cohort(replace(SPEC, cohort=60), seed=0, round_index=0, samples=counts)
+    given = draw.draw_cohort(replace(SPEC, cohort=60), seed=0, round_index=0, samples=counts)
     assert np.array_equal(given.devices.samples, counts)
 
 
@@ -123,22 +123,22 @@ def test_fleet_of_real_devices_takes_them_in_turn() -> None:
     names = ("jetson-nano", "raspberry-pi-4")
     profiles = {name: config.load_profile(name) for name in names}
     spec = replace(SPEC, profiles=names)
-    drawn = fleet.draw_hardware(spec, seed=0, profiles=profiles)
+    drawn = draw.draw_hardware(spec, seed=0, profiles=profiles)
     assert drawn["frequency_max_hz"][:3] == pytest.approx([9.216e8, 1.5e9, 9.216e8])
     with pytest.raises(UnknownNameError, match="'raspberry-pi-4'; there are jetson-nano"):
-        fleet.draw_hardware(spec, seed=0, profiles={"jetson-nano": profiles["jetson-nano"]})
+        draw.draw_hardware(spec, seed=0, profiles={"jetson-nano": profiles["jetson-nano"]})
 
 
 def test_a_placed_device_has_the_cells_radio() -> None:
-    device = fleet.place_device(
+    device = draw.place_device(
         config.load_profile("jetson-nano"), SPEC, distance_m=300.0, latency_s=10.0, energy_j=6.0
     )
     assert device.rate_bps[0] == pytest.approx(
-        float(fleet.channel_rate_bps(SPEC, 300.0, 0.1, sharers=15))
+        float(draw.channel_rate_bps(SPEC, 300.0, 0.1, sharers=15))
     )
     assert device.samples[0] == SPEC.samples
 
 
 def test_ten_thousand_devices_are_cheap() -> None:
-    spec: FleetSpec = replace(SPEC, devices=10_000, cohort=1_000)
-    assert len(fleet.draw_cohort(spec, seed=0, round_index=0).devices) == 1_000
+    spec = replace(SPEC, devices=10_000, cohort=1_000)
+    assert len(draw.draw_cohort(spec, seed=0, round_index=0).devices) == 1_000
