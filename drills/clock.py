@@ -1,7 +1,8 @@
-"""Clocks that are set while a fleet trains: the devices', the server's, by minutes and by days.
+"""Clock jumps while a fleet trains: those of devices and of the server, by minutes and by days.
 
 The time of day of a process is shifted by a small library in front of the C library's own
-(shifted_clock.c, so this drill needs a C compiler). Monotonic clocks go on, as on a real machine.
+(shifted_clock.c, so this drill needs a C compiler). Monotonic clocks are not affected, as on a
+real machine.
 """
 
 from __future__ import annotations
@@ -18,14 +19,14 @@ from drills.common import Order, Report
 from drills.fleet import DEVICES, fleet
 
 MINUTE, DAY = 60, 86_400
-# Seconds off, one after the other. A device whose clock is before its certificates can connect no
-# more, whatever it does; they begin an hour before they were made.
+# Offsets in seconds, one after the other. A device whose clock is before its certificates became
+# valid cannot connect; they are valid from an hour before they were made.
 JUMPS = (7 * MINUTE, -40 * MINUTE, 20 * DAY, -7 * MINUTE, 0, 0)
 APART = 2  # rounds between two jumps
 
 
 def drill(order: Order) -> Report:
-    """Set the clocks of one device after another and of the server, all in one run."""
+    """Set the clock of one device after another, then the server's, all in one run."""
     report = Report("clock jumps of devices and server")
     compiler = shutil.which("cc")
     if compiler is None:
@@ -54,14 +55,14 @@ def drill(order: Order) -> Report:
 
 
 def set_clock(path: Path, seconds: int) -> None:
-    """Set a clock so many seconds off, for everybody who looks at it."""
+    """Set the offset of a clock, for all processes that use it."""
     with path.open("r+b" if path.exists() else "wb") as file:
         file.write(struct.pack("=q", seconds))
 
 
 @contextmanager
 def shifted(library: Path, clock: Path) -> Iterator[None]:
-    """What is started here goes by another clock."""
+    """Processes that are started here use another clock."""
     os.environ |= {"LD_PRELOAD": str(library), "SHIFTED_CLOCK": str(clock)}
     try:
         yield

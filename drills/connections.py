@@ -1,4 +1,4 @@
-"""Connections that stall or say nothing: a line that freezes, and strangers who hold the door."""
+"""Connections that stall or stay silent: a device behind a frozen proxy, and idle strangers."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from drills.fleet import DEVICES, fleet
 
 BEGINNINGS = (
     b"",  # connected, and then silence
-    b"\x16\x03\x01\x02\x00\x01\x00",  # half of a TLS greeting
+    b"\x16\x03\x01\x02\x00\x01\x00",  # half of a TLS handshake
     b"POST /v1/fleet/pull-messages HTTP/1.1\r\nHost: x\r\nContent-Length: 999999999\r\n\r\n",
 )
 STALL_S = 3.0
@@ -21,12 +21,12 @@ STRANGERS = 40  # at a time
 
 
 def drill(order: Order) -> Report:
-    """Freeze a device's line and open silent connections, again and again, while a fleet trains."""
+    """Freeze a device's connection and open silent ones, N times, while a fleet trains."""
     report, dice = Report("stalled and half-open connections"), order.dice()
     with fleet(order.folder, rounds=order.times + 2) as there:
-        line = StallingLine(there.port)
+        proxy = StallingProxy(there.port)
         there.serve()
-        there.join(0, line.port)
+        there.join(0, proxy.port)
         for device in range(1, DEVICES):
             there.join(device)
         held: list[socket.socket] = []
@@ -34,47 +34,47 @@ def drill(order: Order) -> Report:
             there.wait_for_rounds(number + 1)
             time.sleep(dice.uniform(0.0, 0.5))
             held += [half_open(there.port, dice.choice(BEGINNINGS)) for _ in range(STRANGERS)]
-            line.stall(STALL_S)
+            proxy.stall(STALL_S)
             report.injected += 1
         there.check(report, exact=True)
         for one in held:
             one.close()
-        line.close()
+        proxy.close()
     return report
 
 
 def half_open(port: int, beginning: bytes) -> socket.socket:
-    """Connect, say only a beginning, and stay."""
+    """Connect, send only a beginning, and stay connected."""
     connection = socket.create_connection(("127.0.0.1", port), 10)
     with suppress(OSError):
         connection.sendall(beginning)
     return connection
 
 
-class StallingLine:
-    """Passes bytes on to a port, except while it stalls."""
+class StallingProxy:
+    """Forwards bytes to a port, except while it stalls."""
 
     def __init__(self, target: int) -> None:
         self._target, self.port = target, free_port()
         self._open = threading.Event()
         self._open.set()
-        self._door = socket.create_server(("127.0.0.1", self.port))
+        self._listener = socket.create_server(("127.0.0.1", self.port))
         threading.Thread(target=self._accept, daemon=True).start()
 
     def stall(self, seconds: float) -> None:
-        """Pass nothing on for a while."""
+        """Forward nothing for a while."""
         self._open.clear()
         time.sleep(seconds)
         self._open.set()
 
     def close(self) -> None:
-        """Take no new connections."""
-        self._door.close()
+        """Accept no new connections."""
+        self._listener.close()
 
     def _accept(self) -> None:
         with suppress(OSError):
             while True:
-                near, _ = self._door.accept()
+                near, _ = self._listener.accept()
                 try:
                     far = socket.create_connection(("127.0.0.1", self._target), 10)
                 except OSError:
@@ -82,9 +82,9 @@ class StallingLine:
                     continue
                 far.settimeout(None)
                 for source, sink in ((near, far), (far, near)):
-                    threading.Thread(target=self._pass, args=(source, sink), daemon=True).start()
+                    threading.Thread(target=self._forward, args=(source, sink), daemon=True).start()
 
-    def _pass(self, source: socket.socket, sink: socket.socket) -> None:
+    def _forward(self, source: socket.socket, sink: socket.socket) -> None:
         with suppress(OSError):
             while data := source.recv(1 << 16):
                 self._open.wait()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import subprocess
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
@@ -17,9 +17,9 @@ from anycostfl.cli.fleet import free_port
 from anycostfl.cli.serve import for_devices
 from anycostfl.config import Config
 from anycostfl.flower.keys import KeyFolder, make_keys
-from anycostfl.records.round import RoundRecord
+from anycostfl.records.round import RoundRecord, Status
 from anycostfl.records.run import CONFIG, read_run
-from anycostfl.simulate import play
+from anycostfl.simulate import simulate
 from drills.common import Report
 from loopback import Loopback, loopback, wait_until
 from small_runs import small_config, small_overrides
@@ -46,11 +46,11 @@ class Fleet:
         return (*few, f"run.rounds={self.rounds}")
 
     def config(self) -> Config:
-        """As the server plays it."""
+        """The configuration that the server runs."""
         return for_devices(small_config(self.folder, *self.overrides))
 
     def serve(self, *options: str) -> None:
-        """Start the server, or go on with its run."""
+        """Start the server, or resume its run."""
         if (self.run / CONFIG).exists():
             what = ["--resume", "run"]
         else:
@@ -60,7 +60,7 @@ class Fleet:
         self.server = self.processes.start("serve", "serve", *what, *where, *options)
 
     def join(self, device: int, port: int | None = None) -> None:
-        """Start a device, perhaps through another port."""
+        """Start a device, which connects to the server's port or to another."""
         self.devices[device] = self.processes.start(
             f"d{device}", "join", f"127.0.0.1:{port or self.port}", "--device", str(device),
             "--key", str(self.keys.device(f"d{device}")), "--trust", str(self.keys.authority),
@@ -72,11 +72,11 @@ class Fleet:
         return read_run(self.run).records if (self.run / CONFIG).exists() else ()
 
     def wait_for_rounds(self, count: int) -> None:
-        """Wait until so many rounds are over."""
+        """Wait until N rounds are done."""
         wait_until(lambda: len(self.records()) >= count, PATIENCE_S, f"{count} rounds")
 
     def check(self, report: Report, *, exact: bool) -> None:
-        """The server ends well and every round is there; exact: as simulated, to the bit."""
+        """Expect that the server ended well with every round; exact: as simulated, bit for bit."""
         assert self.server is not None
         with suppress(subprocess.TimeoutExpired):
             self.server.wait(PATIENCE_S)
@@ -85,7 +85,7 @@ class Fleet:
         report.expect(len(records) == self.rounds, f"{self.rounds - len(records)} rounds")
         alive = [process.poll() is None for process in self.devices.values()]
         report.expect(all(alive), f"{alive.count(False)} devices")
-        missed = sum(d.status != "ok" for r in records for d in r.devices)
+        missed = sum(d.status is not Status.OK for r in records for d in r.devices)
         seats = self.rounds * DEVICES
         report.note = (
             f"{missed + seats - sum(len(r.devices) for r in records)} of {seats} replies late"
@@ -94,18 +94,17 @@ class Fleet:
             report.expect(self._is_as_simulated(records), "a result that is not as simulated")
 
     def _is_as_simulated(self, records: tuple[RoundRecord, ...]) -> bool:
-        turns = list(play(self.config()))
-        off_the_wire = [
-            replace(
-                r,
-                devices=tuple(replace(d, wire_bytes_up=0, wire_bytes_down=0) for d in r.devices),
-            )
-            for r in records
-        ]
+        results = list(simulate(self.config()))
         saved = load_file(self.run / f"checkpoint-{self.rounds}.safetensors")
-        state: Mapping[str, torch.Tensor] = turns[-1].after.state
+        state = results[-1].state.weights
         same = all(torch.equal(saved[f"model/{name}"], t) for name, t in state.items())
-        return same and off_the_wire == [turn.record for turn in turns]
+        return same and list(map(off_the_wire, records)) == [r.record for r in results]
+
+
+def off_the_wire(record: RoundRecord) -> RoundRecord:
+    """As the simulator records it, which sends no messages and has no real device."""
+    devices = [replace(d, wire_bytes_up=0, wire_bytes_down=0, busy_s=0.0) for d in record.devices]
+    return replace(record, devices=tuple(devices))
 
 
 @contextmanager
@@ -116,7 +115,7 @@ def fleet(folder: Path, rounds: int) -> Iterator[Fleet]:
 
 
 def kill(pid: int) -> bool:
-    """Kill a process; whether it was there."""
+    """Kill a process; returns whether it existed."""
     with suppress(ProcessLookupError):
         os.kill(pid, signal.SIGKILL)
         return True

@@ -11,7 +11,7 @@ APART = 2  # rounds between two kills
 
 
 def drill(order: Order) -> Report:
-    """Kill one of the three kinds after another, start again what does not start itself."""
+    """Kill devices, the server app and the server in turns; restart what does not do so itself."""
     report, dice = Report("SIGKILL of server app, server, device"), order.dice()
     with fleet(order.folder, rounds=APART * (order.times + 1)) as there:
         there.serve("--deadline-s", "30", "--wait-for", "1")
@@ -20,36 +20,36 @@ def drill(order: Order) -> Report:
         for number in range(order.times):
             there.wait_for_rounds(APART * (number + 1))
             time.sleep(dice.uniform(0.0, 0.5))
-            struck = KILLS[number % len(KILLS)](there, dice.randrange(DEVICES))
-            report.injected += struck
+            killed = KILLS[number % len(KILLS)](there, dice.randrange(DEVICES))
+            report.injected += killed
         there.check(report, exact=False)
     return report
 
 
 def kill_app(there: Fleet, _device: int) -> bool:
-    """The server starts its app again by itself."""
+    """The server restarts its app by itself."""
     return any(kill(pid) for pid in there.processes.pids("flwr-serverapp"))
 
 
 def kill_server(there: Fleet, _device: int) -> bool:
-    """All processes of the server follow the first; then it is resumed."""
+    """All processes of the server end with the first one; then the run is resumed."""
     assert there.server is not None
-    struck = kill(there.server.pid)
+    killed = kill(there.server.pid)
     there.server.wait()
     until = time.monotonic() + 30
     while len(there.processes.pids()) > DEVICES and time.monotonic() < until:
         time.sleep(0.1)
     there.serve("--deadline-s", "30", "--wait-for", "1")
-    return struck
+    return killed
 
 
 def kill_device(there: Fleet, device: int) -> bool:
-    """It joins again, as a board does whose power was cut."""
+    """It joins again, like a board whose power was cut."""
     process = there.devices[device]
-    struck = kill(process.pid)
+    killed = kill(process.pid)
     process.wait()
     there.join(device)
-    return struck
+    return killed
 
 
 KILLS = (kill_device, kill_app, kill_server)

@@ -36,7 +36,7 @@ HIDDEN = (
 
 with atheris.instrument_imports(include=["anycostfl.codec"], exclude=HIDDEN):
     from anycostfl.codec import CODECS
-    from mutations import seal, spoil, survives, valid_payloads
+    from mutations import corrupt, seal, survives, valid_payloads
 
 
 def mutate(data: bytes, most: int, seed: int) -> bytes:
@@ -44,8 +44,8 @@ def mutate(data: bytes, most: int, seed: int) -> bytes:
     draw = random.Random(seed)
     if draw.random() < 0.5 and len(data) > 30:
         try:
-            return spoil(bytes(data), draw)[1][:most]
-        except Exception:  # noqa: S110 - what is spoilt already may not have sections
+            return corrupt(bytes(data), draw)[1][:most]
+        except Exception:  # noqa: S110 - what is corrupted already may not have sections
             pass
     data = atheris.Mutate(data, most)
     return seal(data) if draw.random() < 2 / 3 else data

@@ -1,4 +1,4 @@
-"""Inputs worth keeping: one for everything that a parser can say, replayed by the tests."""
+"""Inputs worth keeping: one for every answer of a parser, replayed by the tests."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from mutations import TAKEN
+from mutations import ACCEPTED
 from targets import Target
 
 FOLDER = Path(__file__).with_name("corpus")
@@ -19,19 +19,19 @@ VARIABLE = re.compile(r"b?'[^']*'|b?\"[^\"]*\"|[-+]?\d[\d.,eE+-]*|\b(nan|inf)\b"
 
 
 def kind_of(said: str) -> str:
-    """What a parser said, without the figures and words of the input."""
+    """What a parser said, without the numbers and words of the input."""
     return VARIABLE.sub("#", said[:200])[:60]
 
 
 def write(folder: Path, name: str, target: Target, kept: Mapping[str, Any]) -> None:
-    """Keep the shortest of these inputs, as bytes; those that no bytes can carry are dropped."""
+    """Keep the shortest of these inputs as bytes; those that cannot be written are dropped."""
     found = {}
-    for kind, spoilt in kept.items():
+    for kind, corrupted in kept.items():
         try:
-            found[kind] = target.dump(spoilt)
-        except (TypeError, ValueError, OverflowError):  # Flower cannot send such a record
+            found[kind] = target.dump(corrupted)
+        except (TypeError, ValueError):  # no file can hold it
             continue
-    shortest = sorted(found, key=lambda kind: (kind != TAKEN, len(found[kind])))[:MOST]
+    shortest = sorted(found, key=lambda kind: (kind != ACCEPTED, len(found[kind])))[:MOST]
     lines = {
         kind: base64.b64encode(zlib.compress(found[kind], 9)).decode() for kind in sorted(shortest)
     }

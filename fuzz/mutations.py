@@ -1,6 +1,6 @@
-"""Hostile payloads: a small plan, valid payloads for it, ways to spoil them, what must hold then.
+"""Hostile payloads: a small plan, valid payloads for it, ways to corrupt them, what must hold then.
 
-A checksum stops nearly every blind mutation at the door, so half of the mutations are sealed again:
+A checksum stops nearly every blind mutation early, so half of the mutations are sealed again:
 length and checksum are made to match, and the damage reaches the code behind them.
 """
 
@@ -29,7 +29,7 @@ PLAN: dict[str, tuple[int, ...]] = {
 }
 BINDING = b"run 1, round 2, device 3"
 HEADER, TAIL = 22, 4
-TAKEN = "taken"
+ACCEPTED = "accepted"
 Mutation = Callable[[bytes, random.Random], bytes]
 
 
@@ -111,7 +111,7 @@ def forge_section(payload: bytes, draw: random.Random) -> bytes:
     """Drop, repeat, swap, retype or rewrite whole sections; lengths stay consistent."""
     try:
         sections = split(payload)
-    except PayloadError:  # spoilt already
+    except PayloadError:  # corrupted already
         return noise(payload, draw)
     if not sections:
         return noise(payload, draw)
@@ -156,14 +156,16 @@ MUTATIONS: tuple[Mutation, ...] = (
 )
 
 
-def spoil(payload: bytes, draw: random.Random) -> tuple[str, bytes]:
+def corrupt(payload: bytes, draw: random.Random) -> tuple[str, bytes]:
     """One mutation, or two, sealed half of the time; its name and the bytes."""
     mutate = draw.choice(MUTATIONS)
-    spoilt = mutate(payload, draw)
+    corrupted = mutate(payload, draw)
     if draw.random() < 0.2:
-        spoilt = draw.choice(MUTATIONS)(spoilt, draw) if len(spoilt) > HEADER + TAIL else spoilt
+        corrupted = (
+            draw.choice(MUTATIONS)(corrupted, draw) if len(corrupted) > HEADER + TAIL else corrupted
+        )
     sealed = mutate is forge_section or draw.random() < 0.6
-    return mutate.__name__ + (" sealed" if sealed else ""), seal(spoilt) if sealed else spoilt
+    return mutate.__name__ + (" sealed" if sealed else ""), seal(corrupted) if sealed else corrupted
 
 
 def range_of(payload: bytes) -> tuple[float, float]:
@@ -176,7 +178,7 @@ def range_of(payload: bytes) -> tuple[float, float]:
 
 
 def outcome(payload: bytes) -> str:
-    """What the decoder says; `TAKEN` if it decodes, and then everything about it must hold.
+    """What the decoder says; `ACCEPTED` if it decodes, and then everything about it must hold.
 
     Raises:
         AssertionError: If it decodes to something out of shape, range or mask.
@@ -192,9 +194,9 @@ def outcome(payload: bytes) -> str:
         good = value.shape == mask.shape == shape and not bool(value[~mask].any())
         if not good or not bool(((size >= low) & (size <= high)).all()):
             raise AssertionError(f"{name} of {payload.hex()}")
-    return TAKEN
+    return ACCEPTED
 
 
 def survives(payload: bytes) -> bool:
     """Whether it decodes."""
-    return outcome(payload) == TAKEN
+    return outcome(payload) == ACCEPTED

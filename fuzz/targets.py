@@ -1,14 +1,14 @@
-"""Every parser that reads what others wrote: valid inputs for it, and what must hold afterwards.
+"""Every parser of what others wrote: valid inputs for it, and what must hold afterwards.
 
     CODEC        the payload of AnycostFL's codecs, by name; mutations know their sections
     NAME         the payload of every other method, by its name
-    journal      two copies of rounds.jsonl
+    journal      two copies of rounds.jsonl, of either schema
     checkpoint   a safetensors file
-    config       TOML
+    config       TOML, with keys of today and of earlier versions
     message      Flower's records, as they come from a device and from a server
 
-A target makes a spoilt input from dice, and says what the parser says to one. Any exception but the
-parser's own ends the fuzzing.
+A target makes a corrupted input from dice, and tells what the parser says to it. Any exception but
+the parser's own ends the fuzzing.
 """
 
 from __future__ import annotations
@@ -19,31 +19,45 @@ import logging
 import random
 import string
 import tempfile
+import tomllib
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+import tomli_w
 import torch
+from safetensors.torch import save
 
 import mutations
 from anycostfl import methods
 from anycostfl.codec import CODECS, Upload
 from anycostfl.codec.frame import _HEADER as HEADER
-from anycostfl.config import load_preset, parse_config, to_toml
+from anycostfl.config import RENAMED, load_preset, parse_config, to_toml
+from anycostfl.data import Scale
 from anycostfl.errors import ConfigError, PayloadError
+from anycostfl.experiment import build_experiment
 from anycostfl.planning.cost import Devices, make_devices
-from anycostfl.records.checkpoint import DAMAGE, Checkpoint, read_checkpoint
-from anycostfl.records.journal import parse_journal
-from anycostfl.records.round import DeviceRecord, RoundRecord
-from anycostfl.records.run import RunWriter
-from anycostfl.server.downlink import Step
-from anycostfl.server.suspensions import Gate, bench_of
+from anycostfl.records.checkpoint import (
+    DAMAGE,
+    Checkpoint,
+    read_checkpoint,
+    write_checkpoint,
+)
+from anycostfl.records.checkpoint import (
+    _checksum as checksum,
+)
+from anycostfl.records.journal import format_record, parse_journal, parse_record
+from anycostfl.records.round import DeviceRecord, RoundRecord, Status, refusals, total
+from anycostfl.server.downlink import Step, ledger_of
+from anycostfl.server.suspensions import Gate, suspensions_after
+from anycostfl.wire import messages
+from anycostfl.wire.envelope import TENSOR, Blob, Envelope, MessageError
 from mutations import (
+    ACCEPTED,
     BINDING,
     PLAN,
-    TAKEN,
     extend,
     flip,
     forge_header,
@@ -66,19 +80,19 @@ class FoundError(Exception):
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Target:
-    """One parser: a spoilt input from dice, what the parser says to an input, inputs as bytes."""
+    """One parser: corrupted inputs from dice, what the parser says to one, inputs as bytes."""
 
-    spoil: Callable[[Dice], Any]
+    corrupt: Callable[[Dice], Any]
     outcome: Callable[[Any], str]
     dump: Callable[[Any], bytes] = bytes
     load: Callable[[bytes], Any] = bytes
 
-    def says(self, spoilt: Any) -> str:
-        """What the parser says, `TAKEN` if it takes the input; one that breaks it is shown."""
+    def says(self, corrupted: Any) -> str:
+        """What the parser says, `ACCEPTED` if it takes the input; one that breaks it is shown."""
         try:
-            return self.outcome(spoilt)
+            return self.outcome(corrupted)
         except BaseException as error:
-            raise FoundError(repr(spoilt)[:4000]) from error
+            raise FoundError(repr(corrupted)[:4000]) from error
 
 
 TEXT_BITS = (
@@ -87,7 +101,7 @@ TEXT_BITS = (
 )  # fmt: skip
 
 
-def spoil_bytes(data: bytes, dice: Dice) -> bytes:
+def corrupt_bytes(data: bytes, dice: Dice) -> bytes:
     """One to three blind mutations."""
     for _ in range(dice.randint(1, 3)):
         mutate = dice.choice((flip, overwrite, truncate, extend))
@@ -95,7 +109,7 @@ def spoil_bytes(data: bytes, dice: Dice) -> bytes:
     return data
 
 
-def spoil_text(text: str, dice: Dice) -> str:
+def corrupt_text(text: str, dice: Dice) -> str:
     """Insert, replace, drop or swap pieces of a text, or damage its characters."""
     for _ in range(dice.randint(1, 3)):
         at, how = dice.randrange(len(text) + 1), dice.randrange(5)
@@ -120,7 +134,7 @@ def codec_target(codec: str) -> Target:
     """One codec of AnycostFL, as fuzz/guided.py has it."""
     valid = mutations.valid_payloads(codec)
     return Target(
-        lambda dice: mutations.spoil(dice.choice(valid), dice)[1], outcome=mutations.outcome
+        lambda dice: mutations.corrupt(dice.choice(valid), dice)[1], outcome=mutations.outcome
     )
 
 
@@ -149,15 +163,15 @@ def method_target(name: str) -> Target:
             value, mask = update.values[key], update.masks[key]
             if not (value.shape == mask.shape == shape) or not bool(torch.isfinite(value).all()):
                 raise AssertionError(key)
-        return TAKEN
+        return ACCEPTED
 
-    def spoil(dice: Dice) -> bytes:
+    def corrupt(dice: Dice) -> bytes:
         payload = dice.choice(valid)
         mutate = dice.choice((flip, overwrite, truncate, extend, forge_header, noise, in_body))
-        spoilt = mutate(payload, dice)
-        return seal(spoilt) if dice.random() < 0.7 else spoilt
+        corrupted = mutate(payload, dice)
+        return seal(corrupted) if dice.random() < 0.7 else corrupted
 
-    return Target(spoil, outcome)
+    return Target(corrupt, outcome)
 
 
 def in_body(payload: bytes, dice: Dice) -> bytes:
@@ -168,34 +182,51 @@ def in_body(payload: bytes, dice: Dice) -> bytes:
 
 # --- files ----------------------------------------------------------------------------------------
 
+OLD_DEVICE = {
+    "device": 3, "status": "refused: damaged: x", "samples": 20, "distance_m": 1.0, "rate_bps": 1e6,
+    "budget_j": 0.1, "bytes_up": 7, "binds": ["energy"], "surplus": ["duplicate: x"],
+    "agreement": None,
+}  # fmt: skip
+"""A device in a journal of schema 1."""
+
 
 def journal_target() -> Target:
-    """Two copies of a journal, of which one or both are spoilt."""
+    """Two copies of a journal, of which one or both are corrupted."""
     device = DeviceRecord(
-        3, "refused: damaged: x", 20, 1.0, 1e6, 0.1, binds=("energy",), surplus=("duplicate: x",)
+        3, Status.REFUSED, "damaged", "x", 20, 1.0, 1e6, 0.1, binds=("energy",), duplicates=1
     )
-    rounds = [RoundRecord(n, 0.5 if n else None, (device, device)) for n in range(3)]
-    lines = [json.dumps(dataclasses.asdict(r)) for r in rounds]
-    whole = "\n".join(lines)
+    records = [RoundRecord(n, 0.5 if n else None, (device, device)) for n in range(3)]
+    new = [format_record(record) for record in records]
+    idle = {"device": 4, "status": "sat out: energy"}
+    old = [
+        json.dumps({"round": n, "accuracy": None, "devices": [OLD_DEVICE, idle]}) for n in range(3)
+    ]
+    valid = ["\n".join(lines) for lines in (new, old, [*old[:2], new[2]])]
 
     def outcome(copies: tuple[bytes, bytes]) -> str:
         remarks: list[str] = []
-        records = list(parse_journal([copy.splitlines() for copy in copies], remarks))
+        lines = [copy.splitlines() for copy in copies]
+        records = list(parse_journal(lines, remarks, ("journal", "copy")))
         if [r.round for r in records] != list(range(len(records))):
             raise AssertionError("rounds out of order")
-        for record in records:
-            for told in record.devices:
-                told.status.startswith("ok")
-                hash((told, float(told.latency_s + told.energy_j)))
-        bench_of(records, Gate())
-        return remarks[0] if remarks else TAKEN
+        for record in records:  # what is resumed is written again, in the schema of today
+            line = format_record(record)
+            if format_record(parse_record(line)) != line:
+                raise AssertionError("written and read again it is another")
+            hash((record, *(device.explained for device in record.devices)))
+        suspensions_after(records, Gate())
+        ledger_of(records)
+        total(records)
+        refusals(records)
+        return remarks[0] if remarks else ACCEPTED
 
-    def spoil(dice: Dice) -> tuple[bytes, bytes]:
+    def corrupt(dice: Dice) -> tuple[bytes, bytes]:
+        text = dice.choice(valid)
         if dice.random() < 0.7:
-            first = spoil_text(whole, dice).encode("utf-8", "replace")
+            first = corrupt_text(text, dice).encode("utf-8", "replace")
         else:
-            first = spoil_bytes(whole.encode(), dice)
-        return first, dice.choice((b"", whole.encode(), first))
+            first = corrupt_bytes(text.encode(), dice)
+        return first, dice.choice((b"", text.encode(), first))
 
     def dump(copies: tuple[bytes, bytes]) -> bytes:
         return len(copies[0]).to_bytes(4, "little") + copies[0] + copies[1]
@@ -204,43 +235,61 @@ def journal_target() -> Target:
         middle = 4 + int.from_bytes(data[:4], "little")
         return data[4:middle], data[middle:]
 
-    return Target(spoil, outcome, dump, load)
+    return Target(corrupt, outcome, dump, load)
+
+
+KINDS = (
+    "model/w", "velocity/w", "public/w", "moved/conv", "memory/7/w", "memory/-1/w", "memory/x/w",
+    "memory//w", "memory/7", "memory", "memory/", "memoryx/w", "w", "", "/", "/w", "model/",
+)  # fmt: skip
+ROUNDS: tuple[Any, ...] = (0, 1, -1, 2**70, 1.0, True, None, "1", [], {})
 
 
 def checkpoint_target() -> Target:
-    """A checkpoint of a tiny model; half of the mutations hit the header, which is JSON."""
+    """A checkpoint of a tiny model: corrupted bytes or header, or forged with a right checksum."""
     folder = Path(tempfile.mkdtemp(prefix="fuzz-"))
-    writer = RunWriter.create(folder / "run", "")
-    state = {"w": torch.arange(12.0).view(3, 4), "b": torch.arange(3), "h": torch.ones(2).half()}
-    zeros = {"w": torch.zeros(3, 4)}
-    writer.checkpoint(Checkpoint(1, state, {7: {"w": torch.ones(2)}}, zeros, zeros))
-    path = folder / "run" / "checkpoint-1.safetensors"
-    valid, spoilt_path = path.read_bytes(), folder / "spoilt.safetensors"
+    weights = {"w": torch.arange(12.0).view(3, 4), "b": torch.arange(3), "h": torch.ones(2).half()}
+    zeros, moved = {"w": torch.zeros(3, 4)}, {"conv": torch.arange(4)}
+    kinds = {"model": weights, "velocity": zeros, "public": zeros, "moved": moved}
+    write_checkpoint(folder, Checkpoint(1, {**kinds, "memory/7": {"w": torch.ones(2)}}))
+    valid, path = (folder / "checkpoint-1.safetensors").read_bytes(), folder / "corrupted"
     length = int.from_bytes(valid[:8], "little")
 
     def outcome(data: bytes) -> str:
-        spoilt_path.write_bytes(data)
+        path.write_bytes(data)
         try:
-            found = read_checkpoint(spoilt_path)
+            found = read_checkpoint(path)
         except DAMAGE as error:
             return str(error)
-        if found.rounds < 0 or not isinstance(found.rounds, int):
+        if type(found.rounds) is not int or found.rounds < 0:
             raise AssertionError("rounds")
-        return TAKEN
+        if not all(isinstance(device, int) for device in found.memories()):
+            raise AssertionError("memories")
+        return ACCEPTED
 
-    def spoil(dice: Dice) -> bytes:
-        if dice.random() < 0.5:
-            return spoil_bytes(valid, dice)
-        text = spoil_text(valid[8 : 8 + length].decode(), dice).encode("utf-8", "replace")
+    def forge(dice: Dice) -> bytes:
+        names = dice.sample(KINDS, dice.randint(0, 4))
+        tensors = {name: torch.arange(dice.randrange(3)) for name in names}
+        about = {"rounds": dice.choice(ROUNDS), "crc32": checksum(tensors)}
+        return save(tensors, {"checkpoint": json.dumps(about)})
+
+    def corrupt(dice: Dice) -> bytes:
+        how = dice.random()
+        if how < 0.2:
+            return forge(dice)
+        if how < 0.6:
+            return corrupt_bytes(valid, dice)
+        text = corrupt_text(valid[8 : 8 + length].decode(), dice).encode("utf-8", "replace")
         size = len(text) if dice.random() < 0.8 else dice.randrange(1 << 62)
         return size.to_bytes(8, "little") + text + valid[8 + length :]
 
-    return Target(spoil, outcome)
+    return Target(corrupt, outcome)
 
 
 def config_target() -> Target:
-    """The demo preset as TOML."""
-    valid = to_toml(load_preset("demo"))
+    """The demo preset as TOML, as it is written today and with the keys of earlier versions."""
+    today = to_toml(load_preset("demo"))
+    valid = (today, today, earlier_keys(today))
 
     def outcome(text: str) -> str:
         try:
@@ -249,95 +298,158 @@ def config_target() -> Target:
             return str(error)
         if parse_config(to_toml(config), "again") != config:
             raise AssertionError("written and read again it is another")
-        return TAKEN
+        return ACCEPTED
 
-    return Target(lambda dice: spoil_text(valid, dice), outcome, str.encode, bytes.decode)
+    def corrupt(dice: Dice) -> str:
+        return corrupt_text(dice.choice(valid), dice)
+
+    return Target(corrupt, outcome, str.encode, bytes.decode)
+
+
+def earlier_keys(text: str) -> str:
+    """A configuration with every key that has been renamed under its old name."""
+    table = tomllib.loads(text)
+    for old, new in RENAMED.items():
+        (*home, key), (*old_home, old_key) = new.split("."), old.split(".")
+        source = table.get(home[0], {}) if home else table
+        if key in source:
+            (table[old_home[0]] if old_home else table)[old_key] = source.pop(key)
+    return tomli_w.dumps(table)
 
 
 # --- messages -------------------------------------------------------------------------------------
 
 
-def message_target() -> Target:
-    """Records with parts dropped, swapped and retyped, read as all kinds of message."""
-    from flwr.app import Array, ArrayRecord, ConfigRecord, RecordDict  # noqa: PLC0415 - optional
-    from flwr.common.serde import recorddict_from_proto, recorddict_to_proto  # noqa: PLC0415
-    from flwr.proto.recorddict_pb2 import RecordDict as ProtoRecordDict  # noqa: PLC0415
+@dataclasses.dataclass(frozen=True, slots=True)
+class Received:
+    """A message: which kind its receiver takes it for, and Flower's records."""
 
-    from anycostfl.flower import messages  # noqa: PLC0415 - optional
+    kind: str
+    records: Any
 
-    logging.getLogger("flwr").setLevel(logging.ERROR)
-    row = dict.fromkeys((f.name for f in dataclasses.fields(Devices)), 1.0)
-    offer = messages.Offer(3, 1, 10.0, make_devices(**row))
-    ask = messages.Ask("summary = 'x'", 1)
+
+VALUES: tuple[Any, ...] = (
+    0, -1, 2**63, -(2**63), 2**70, 0.0, -1.0, float("nan"), float("inf"), 1e308, "", "x" * 99,
+    b"", b"\0" * 9, True, [], [1, 2], [1.5], ["a"], [b"a"], [True],
+)  # fmt: skip
+DTYPES = ("float32", "int64", "uint8", "bool", "object", "Tensor", "nn", "float8_e5m2", "")
+NAMES = (
+    "protocol", "experiment", "round", "training", "fleet", "data", "task", "result", "rejection",
+    "capabilities", "download", "evaluation", "payload", "weights", "moved", "public", "steps",
+)  # fmt: skip
+
+
+def valid_messages() -> Mapping[str, Envelope]:
+    """A message of every kind."""
+    about = messages.ExperimentInfo.of(build_experiment(load_preset("demo")))
+    info = messages.RoundInfo(dataclasses.replace(about, scale=Scale((0.5,), (0.2,))), 1)
+    row = dict.fromkeys((item.name for item in dataclasses.fields(Devices)), 1.0)
+    known = messages.Capabilities(3, 1, 10.0, make_devices(**row), b"digest")
     order = {"conv": torch.arange(4)}
     steps = (Step(0, order, bytes(30)), Step(1, {}, b""))
-    download = messages.Download({"w": torch.ones(3)}, steps, b"mark")
-    how = Upload(0.1, 1, BINDING)
-    task = messages.Task(ask, 3, 0.5, {"conv": 4}, how, 5, bytes(40), order, download)
-    result = messages.Result(bytes(50), "", 0.5, offer)
-    valid = [task.pack, result.pack, ask.pack, lambda: RecordDict({"offer": offer.pack()})]
-    values: tuple[Any, ...] = (
-        0, -1, 2**63, -(2**63), 2**70, 0.0, -1.0, float("nan"), float("inf"), 1e308, "", "x" * 99,
-        b"", b"\0" * 9, True, [], [1, 2], [1.5], ["a"], [b"a"], [True],
-    )  # fmt: skip
-    dtypes = ("float32", "int64", "uint8", "bool", "object", "Tensor", "nn", "float8_e5m2", "")
-
-    def spoil_once(records: Any, dice: Dice) -> None:
-        names = list(records)
-        how, key = dice.randrange(6), dice.choice(names) if names else "x"
-        record = records.get(key)
-        if how == 0 and names:
-            del records[key]
-        elif how == 1 and isinstance(record, ConfigRecord) and len(record):
-            del record[dice.choice(list(record))]
-        elif how == 2 and isinstance(record, ConfigRecord):
-            record[dice.choice([*record, "device", "y"])] = dice.choice(values)
-        elif how == 3 and isinstance(record, ArrayRecord):
-            shape = tuple(dice.choice((0, 1, 5, 2**40, -1)) for _ in range(dice.randrange(4)))
-            kinds = (messages.TENSOR, messages.PAYLOAD, messages.WEIGHTS, "numpy.ndarray", "")
-            record[dice.choice([*record, "z"])] = Array(
-                dtype=dice.choice(dtypes), shape=shape, stype=dice.choice(kinds),
-                data=dice.randbytes(dice.choice((0, 1, 8, 20, 40, 50))),
-            )  # fmt: skip
-        elif how == 4:
-            records[key] = dice.choice((ConfigRecord({}), ArrayRecord({})))
-        else:
-            records[dice.choice(("ask", "task", "result", "offer", "order", "steps", "w"))] = (
-                ConfigRecord({"a": 1})
-            )
-
-    readers: tuple[Callable[[Any], object], ...] = (
-        messages.read_task,
-        messages.read_result,
-        messages.read_ask,
-        messages.read_offer,
-        partial(messages.read_state, key="order"),
+    task = messages.Task(
+        info=info,
+        device=3,
+        alpha=0.5,
+        widths={"conv": 4},
+        upload=Upload(0.1, 1, BINDING),
+        seed=5,
+        weights=bytes(40),
+        moved=order,
+        download=messages.Download({"w": torch.ones(3)}, steps, b"digest"),
     )
+    return {
+        "info": info.pack(),
+        "capabilities": known.pack(),
+        "task": task.pack(),
+        "result": messages.Result(bytes(50), "", 0.5, known).pack(),
+        "evaluate": messages.EvaluateTask(info, {"w": torch.ones(3)}).pack(),
+        "evaluation": messages.Evaluation(7, 9).pack(),
+    }
 
-    def outcome(records: Any) -> str:
-        words = []
-        for read in readers:
+
+READERS: Mapping[str, Callable[[Envelope], object]] = {
+    "info": messages.read_info,
+    "capabilities": messages.read_capabilities,
+    "task": messages.read_task,
+    "result": messages.read_result,
+    "evaluate": messages.read_evaluate_task,
+    "evaluation": messages.read_evaluation,
+    "state": lambda envelope: envelope.state("moved"),
+}
+
+
+def message_target() -> Target:
+    """Records with parts dropped, swapped and retyped; every reader must survive every message."""
+    from flwr.app import RecordDict  # noqa: PLC0415 - optional
+
+    from anycostfl.flower.messages import to_envelope, to_records  # noqa: PLC0415 - optional
+
+    logging.getLogger("flwr").setLevel(logging.ERROR)
+    valid = valid_messages()
+
+    def outcome(received: Received) -> str:
+        envelope, said = to_envelope(received.records), {}
+        for kind, read in READERS.items():
             try:
-                read(records)
-            except messages.MessageError as error:
-                words.append(str(error))
-        # The state reads as empty wherever there is none.
-        return TAKEN if len(words) < len(readers) - 1 else words[-1]
+                read(envelope)
+            except (MessageError, messages.DeviceRejectedError) as error:
+                said[kind] = str(error)
+        return said.get(received.kind, ACCEPTED)
 
-    def spoil(dice: Dice) -> Any:
-        records = dice.choice(valid)()  # type: ignore[no-untyped-call]  # Flower is untyped
+    def corrupt(dice: Dice) -> Received:
+        kind = dice.choice(list(valid))
+        records = to_records(valid[kind])
         for _ in range(dice.randint(1, 4)):
-            with suppress(TypeError, ValueError):  # Flower itself does not let such a record be
-                spoil_once(records, dice)
-        return records
+            with suppress(TypeError, ValueError):  # Flower does not allow such a record
+                corrupt_records(records, dice)
+        return Received(kind, records)
 
-    def dump(records: Any) -> bytes:
-        return bytes(recorddict_to_proto(records).SerializeToString())
+    def dump(received: Received) -> bytes:
+        envelope = to_envelope(received.records)
+        what = {"kind": received.kind, **dataclasses.asdict(envelope)}
+        return json.dumps(what, default=lambda data: {"hex": data.hex()}).encode()
 
-    def load(data: bytes) -> Any:
-        return recorddict_from_proto(ProtoRecordDict.FromString(data))
+    def load(data: bytes) -> Received:
+        what = json.loads(data, object_hook=as_bytes)
+        arrays = {
+            name: {key: Blob(**{**b, "shape": tuple(b["shape"])}) for key, b in blobs.items()}
+            for name, blobs in what["arrays"].items()
+        }
+        records: RecordDict = to_records(Envelope(what["tables"], arrays))
+        return Received(what["kind"], records)
 
-    return Target(spoil, outcome, dump, load)
+    return Target(corrupt, outcome, dump, load)
+
+
+def as_bytes(table: dict[str, Any]) -> Any:
+    """Bytes as the corpus holds them."""
+    return bytes.fromhex(table["hex"]) if table.keys() == {"hex"} else table
+
+
+def corrupt_records(records: Any, dice: Dice) -> None:
+    """Drop, add or replace a record, or a value in one."""
+    from flwr.app import Array, ArrayRecord, ConfigRecord  # noqa: PLC0415 - optional
+
+    how, key = dice.randrange(6), dice.choice([*records, "x"])
+    record = records.get(key)
+    if how == 0 and key in records:
+        del records[key]
+    elif how == 1 and isinstance(record, ConfigRecord) and len(record):
+        del record[dice.choice(list(record))]
+    elif how == 2 and isinstance(record, ConfigRecord):
+        record[dice.choice([*record, "device", "y"])] = dice.choice(VALUES)
+    elif how == 3 and isinstance(record, ArrayRecord):
+        shape = tuple(dice.choice((0, 1, 5, 2**40, -1)) for _ in range(dice.randrange(4)))
+        kinds = (TENSOR, messages.PAYLOAD, messages.WEIGHTS, "numpy.ndarray", "")
+        record[dice.choice([*record, "z", "0/order/", "0/payload"])] = Array(
+            dtype=dice.choice(DTYPES), shape=shape, stype=dice.choice(kinds),
+            data=dice.randbytes(dice.choice((0, 1, 8, 20, 40, 50))),
+        )  # fmt: skip
+    elif how == 4:
+        records[key] = dice.choice((ConfigRecord({}), ArrayRecord({})))
+    else:
+        records[dice.choice(NAMES)] = ConfigRecord({"why": "x", "version": dice.choice((1, 2, 3))})
 
 
 # --- all of them ----------------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""`anycostfl` as with a version of Flower that has none of what it does not document.
+"""`anycostfl` on a version of Flower that offers only what it documents.
 
 python tests/documented.py join …
 """

@@ -1,4 +1,4 @@
-"""Real processes on loopback, every one of which is gone at the end, whatever happened."""
+"""Real processes on loopback; all of them are gone at the end, whatever happened."""
 
 from __future__ import annotations
 

@@ -15,7 +15,7 @@ from torch import Tensor
 from anycostfl.codec import byte_budget, compress, decompress, flatten, kernel, sections
 from anycostfl.codec.frame import OVERHEAD, payload_binding
 from anycostfl.errors import BetaError, PayloadError, UnknownNameError, UpdateError
-from mutations import BINDING, PLAN, seal, spoil, survives, valid_payloads
+from mutations import BINDING, PLAN, corrupt, seal, survives, valid_payloads
 
 SHAPES = {"conv.weight": (16, 8, 3, 3), "conv.bias": (16,), "fc.weight": (40, 200), "scale": ()}
 
@@ -259,10 +259,10 @@ def test_payload_that_promises_everything_for_nothing_is_bounded_by_the_plan() -
 
 
 @pytest.mark.parametrize("seed", range(4))
-def test_spoilt_payloads_decode_in_range_or_are_refused(seed: int) -> None:
+def test_corrupted_payloads_decode_in_range_or_are_refused(seed: int) -> None:
     """A short run of fuzz/run.py; docs/LOG.md records the long ones."""
     payloads, draw = valid_payloads(), random.Random(seed)
-    outcome = [survives(spoil(draw.choice(payloads), draw)[1]) for _ in range(2500)]
+    outcome = [survives(corrupt(draw.choice(payloads), draw)[1]) for _ in range(2500)]
     assert not all(outcome)
     assert any(outcome)
 

@@ -12,7 +12,7 @@ from anycostfl.codec import byte_budget
 from anycostfl.codec.arrays import Integers
 from anycostfl.codec.context import MAX_BITS, RangeDecoder, RangeEncoder, new_contexts
 from anycostfl.errors import PayloadError
-from mutations import PLAN, spoil, survives, valid_payloads
+from mutations import PLAN, corrupt, survives, valid_payloads
 from shannon import entropy_bytes
 
 
@@ -107,10 +107,10 @@ def test_interval_that_hugs_a_boundary_is_coded_right() -> None:
     assert np.array_equal(decoder.integers(2000, 8, new_contexts()), noisy)
 
 
-def test_spoilt_low_rank_payloads_decode_in_range_or_are_refused() -> None:
+def test_corrupted_low_rank_payloads_decode_in_range_or_are_refused() -> None:
     payloads, draw = valid_payloads("lowrank"), random.Random(1)
     assert all(survives(payload) for payload in payloads)
-    outcome = [survives(spoil(draw.choice(payloads), draw)[1]) for _ in range(2500)]
+    outcome = [survives(corrupt(draw.choice(payloads), draw)[1]) for _ in range(2500)]
     assert not all(outcome)
     assert any(outcome)
     assert byte_budget(1.0, sum(map(int, map(np.prod, PLAN.values())))) >= max(map(len, payloads))

@@ -1,4 +1,4 @@
-"""The one door to Flower, what happens without it, and what strangers cannot do."""
+"""The one module that uses undocumented Flower, its fallbacks, and what strangers cannot do."""
 
 from __future__ import annotations
 
@@ -18,32 +18,32 @@ from pathlib import Path
 from typing import Any, cast
 
 import pytest
-from anycostfl.flower.roster import Terms
-from flwr.app import Message, RecordDict, UserConfig
 from flwr.clientapp import ClientApp
 
-import anycostfl
 from anycostfl.cli.fleet import free_port
 from anycostfl.errors import ConfigError
 from anycostfl.files import StorageError
 from anycostfl.flower import _internal, control, link, node, superlink
 from anycostfl.flower._internal import ErrorCode, message_bytes, set_task
 from anycostfl.flower.device import Setup
+from anycostfl.flower.fleet import RoundPolicy
 from anycostfl.flower.keys import KeyFolder, make_keys
 from anycostfl.flower.link import ServerOptions, SuperLinkProcess, open_superlink
-from anycostfl.flower.messages import pack_state
+from anycostfl.flower.messages import to_message
 from anycostfl.flower.node import Address
 from anycostfl.flower.post import ReplyCollector
 from anycostfl.processes import LINE_BYTES, follow_output
+from anycostfl.wire.envelope import Envelope, blobs_of
 from flower_grid import ErrorCode as FlowersErrorCode
 from flower_grid import LocalGrid
 from loopback import wait_until
 
+ROOT = Path(__file__).parents[1]
 DOCUMENTED = ("flwr.app", "flwr.clientapp", "flwr.serverapp", "flwr.simulation")
 """https://flower.ai/docs/framework/ref-api/flwr.html, and `__all__` of the package."""
 
 
-# --- one door -------------------------------------------------------------------------------------
+# --- one module -----------------------------------------------------------------------------------
 
 
 def imported(path: Path) -> Iterator[tuple[str, str]]:
@@ -62,18 +62,20 @@ def is_documented(module: str, name: str) -> bool:
 
 
 @pytest.mark.parametrize(
-    ("folder", "door"),
-    [(Path(anycostfl.__file__).parent, "_internal.py"), (Path(__file__).parent, "flower_grid.py")],
-    ids=["src", "tests"],
+    ("folders", "exempt"),
+    [(["src"], "_internal.py"), (["tests", "fuzz", "drills", "benchmarks"], "flower_grid.py")],
 )
-def test_only_one_file_imports_what_flower_does_not_document(folder: Path, door: str) -> None:
+def test_only_one_file_imports_what_flower_does_not_document(
+    folders: list[str], exempt: str
+) -> None:
     import flwr.simulation  # noqa: F401 - lazy
 
     used = {
         (path.name, module, name)
-        for path in folder.rglob("*.py")
+        for folder in folders
+        for path in (ROOT / folder).rglob("*.py")
         for module, name in imported(path)
-        if path.name != door
+        if path.name != exempt
     }
     assert used
     assert [entry for entry in used if not is_documented(*entry[1:])] == []
@@ -121,7 +123,8 @@ def test_without_flowers_own_sizes_the_arrays_are_counted(without: Callable[[str
     import torch
 
     set_task(run_id=1, node_id=1, task_id=1)
-    message = Message(RecordDict({"w": pack_state({"w": torch.zeros(1000)})}), 5, "train")
+    content = Envelope({}, {"w": blobs_of({"w": torch.zeros(1000)})})
+    message = to_message(content, 5, "train", 0, None)
     whole = message_bytes(message)
     without("sizes")
     assert message_bytes(message) == 4000 < whole
@@ -183,7 +186,7 @@ def test_no_port_is_opened_that_no_filter_stands_in_front_of(
 
 def options(folder: Path, keys: KeyFolder | None = None) -> ServerOptions:
     folder.mkdir(exist_ok=True)
-    return ServerOptions(folder, "127.0.0.1", free_port(), keys, Terms())
+    return ServerOptions(folder, "127.0.0.1", free_port(), keys, RoundPolicy())
 
 
 def send(port: int, head: bytes, fill: bytes = b"", count: int = 0) -> bytes:
@@ -281,9 +284,8 @@ def test_a_stalled_or_greedy_body_is_refused(monkeypatch: pytest.MonkeyPatch) ->
     assert answers == [408, 503]
 
 
-@pytest.mark.parametrize("how", [signal.SIGSTOP, signal.SIGKILL])
 def test_a_superlink_that_hangs_or_dies_is_replaced_and_knows_the_keys(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, how: int
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(link, "HEALTH_S", 0.2)
     monkeypatch.setattr(link, "ANSWER_S", 1.0)
@@ -292,21 +294,18 @@ def test_a_superlink_that_hangs_or_dies_is_replaced_and_knows_the_keys(
     serving = options(tmp_path / "run", keys)
     with open_superlink(serving) as running:
         assert running._registered.keys() == {"pi"}
-        first, home = cast(Any, running._process), running._home
-        os.killpg(first.pid, how)
-        wait_until(lambda: not running.is_healthy(), 30, "it is noticed")
-        started: list[UserConfig] = []
-        monkeypatch.setattr(
-            "anycostfl.flower._internal.ControlClient.start_run",
-            lambda _self, config: started.append(config) or 7,  # type: ignore[func-returns-value]
-        )
-        assert running._start_run()[0] == 7
-        assert running.is_healthy()
-        assert cast(Any, running._process).pid != first.pid
-        assert first.poll() is not None
-        assert running._registered.keys() == {"pi"}
-        assert not home.exists()
-        assert running._home.stat().st_mode & 0o777 == 0o700
+        monkeypatch.setattr(_internal.ControlClient, "start_run", lambda *_: 7)
+        for how in (signal.SIGSTOP, signal.SIGKILL):
+            first, home = cast(Any, running._process), running._home
+            os.killpg(first.pid, how)
+            wait_until(lambda: not running.is_healthy(), 30, "it is noticed")
+            assert running._start_run()[0] == 7
+            assert running.is_healthy()
+            assert cast(Any, running._process).pid != first.pid
+            assert first.poll() is not None
+            assert running._registered.keys() == {"pi"}
+            assert not home.exists()
+            assert running._home.stat().st_mode & 0o777 == 0o700
     assert not running._home.exists()
 
 

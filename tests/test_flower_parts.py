@@ -1,4 +1,4 @@
-"""Keys, doors, and what a device accepts."""
+"""Keys, the filter in front of the SuperLink, and what a device accepts."""
 
 from __future__ import annotations
 
@@ -27,23 +27,31 @@ import httpx
 import numpy as np
 import pytest
 import torch
-from anycostfl.flower.roster import Terms
 from cryptography import x509
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.hazmat.primitives.serialization import load_ssh_public_key
-from flwr.app import Array, ArrayRecord, Context, Message, RecordDict
+from flwr.app import Context, Message, RecordDict
 
 from anycostfl.cli import build_app
-from anycostfl.cli._rounds import go_on
+from anycostfl.cli._rounds import resume_run
 from anycostfl.cli.serve import for_devices
-from anycostfl.config import to_toml
+from anycostfl.config import Config, load_preset
 from anycostfl.data import Scale
 from anycostfl.errors import AnycostError, ConfigError
-from anycostfl.experiment import prepare, settle
+from anycostfl.experiment import build_experiment, load_data, resolve
 from anycostfl.flower import node
 from anycostfl.flower._internal import FleetClient, KeyRefusedError, set_task
 from anycostfl.flower.clock import Signature, date_reply
-from anycostfl.flower.device import Setup, app, open_device, read_setup, recall, remember
+from anycostfl.flower.device import (
+    Device,
+    Setup,
+    app,
+    open_device,
+    read_setup,
+    recall,
+    remember,
+)
+from anycostfl.flower.fleet import RoundPolicy
 from anycostfl.flower.keys import (
     KeyFolder,
     make_keys,
@@ -53,20 +61,7 @@ from anycostfl.flower.keys import (
     public_pem,
 )
 from anycostfl.flower.link import ServerOptions, SuperLinkProcess
-from anycostfl.flower.messages import (
-    TENSOR,
-    Ask,
-    MessageError,
-    Offer,
-    Result,
-    pack_refusal,
-    pack_state,
-    pack_weights,
-    read_ask,
-    read_state,
-    read_task,
-    unpack_weights,
-)
+from anycostfl.flower.messages import read_state, to_envelope, to_message, to_records, write_state
 from anycostfl.flower.node import Address
 from anycostfl.flower.post import Corrupt, ReplyCollector
 from anycostfl.flower.superlink import BODY_BYTES, LocalControl, Receive, Scope, Send, is_allowed
@@ -74,6 +69,19 @@ from anycostfl.planning.cost import Devices, make_devices
 from anycostfl.processes import PARENT, safe_environment
 from anycostfl.runs import begin
 from anycostfl.state import tensors_of
+from anycostfl.wire.envelope import TENSOR, Blob, Envelope, MessageError, blobs_of
+from anycostfl.wire.messages import (
+    Capabilities,
+    DeviceRejectedError,
+    ExperimentInfo,
+    Result,
+    RoundInfo,
+    pack_rejection,
+    pack_weights,
+    read_info,
+    read_task,
+    unpack_weights,
+)
 from flower_grid import (
     FLEET_HTTP_PUBLIC_KEY_HEADER,
     FLEET_HTTP_SIGNATURE_HEADER,
@@ -145,25 +153,25 @@ def test_keys_that_exist_are_kept_and_private_ones_are_private(tmp_path: Path) -
 @pytest.mark.parametrize(
     "host", ["", "192.168.1.300", "10.0.0.7:9443", "https://board.lan", "my board", "-a.lan"]
 )
-def test_what_is_neither_a_name_nor_an_address_is_no_host(tmp_path: Path, host: str) -> None:
+def test_a_host_must_be_a_name_or_an_address(tmp_path: Path, host: str) -> None:
     with pytest.raises(ConfigError, match="--host: given"):
         make_keys(tmp_path, ["board.lan", host], [])
     assert not (tmp_path / "server.crt").exists()
 
 
-def test_keys_say_where_the_server_can_be_reached(
+def test_the_keys_command_says_where_the_server_can_be_reached(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def say(*arguments: str) -> str:
         build_app()(["keys", "--out", str(tmp_path), *arguments], standalone_mode=False)
         return " ".join("".join(capsys.readouterr()).split())
 
-    assert "from this machine only" in say("pi")
-    assert "start `anycostfl serve` again" in say("--host", "pi4")
+    assert "only this machine can reach the server" in say("pi")
+    assert "restart `anycostfl serve`" in say("--host", "pi4")
     assert "note:" not in say("nano")
 
 
-def test_what_is_lost_of_a_key_folder_is_made_again_and_fits(tmp_path: Path) -> None:
+def test_lost_files_of_a_key_folder_are_made_again_and_fit(tmp_path: Path) -> None:
     keys = KeyFolder(tmp_path)
     make_keys(tmp_path, ["10.0.0.7"], ["pi"])
     before = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
@@ -284,7 +292,7 @@ def test_the_folder_of_keys_is_followed_whatever_is_done_to_it(
     make_keys(tmp_path / "others", [], ["a"])
     (tmp_path / "flower").mkdir()
     devices = tmp_path / "keys" / "devices"
-    options = ServerOptions(tmp_path, "127.0.0.1", 1, KeyFolder(tmp_path / "keys"), Terms())
+    options = ServerOptions(tmp_path, "127.0.0.1", 1, KeyFolder(tmp_path / "keys"), RoundPolicy())
     link = SuperLinkProcess(options)
     link._control = cast("Any", Control())
 
@@ -339,7 +347,9 @@ def test_a_task_that_was_never_fetched_leaves_nothing_in_the_superlink() -> None
     grid.set_run(Run.create_empty(1))
     grid._client = cast("Any", Client())
     weights = {"w": torch.zeros(1000)}
-    lost, other = (Message(RecordDict({k: pack_state(weights)}), 5, "train") for k in "ab")
+    lost, other = (
+        to_message(Envelope({}, {key: blobs_of(weights)}), 5, "train", 0, None) for key in "ab"
+    )
     for message in (lost, other):
         store.preregister(1, get_object_tree(message))
         for name, part in get_all_nested_objects(message).items():
@@ -381,7 +391,7 @@ def test_the_server_may_call_itself_by_its_own_address() -> None:
 def test_a_server_that_listens_everywhere_is_reached_where_it_listens(
     tmp_path: Path, host: str, reached: str
 ) -> None:
-    assert ServerOptions(tmp_path, host, 9443, None, Terms()).reached == reached
+    assert ServerOptions(tmp_path, host, 9443, None, RoundPolicy()).reached == reached
 
 
 def test_public_and_private_keys_belong_together(tmp_path: Path) -> None:
@@ -394,7 +404,7 @@ def test_public_and_private_keys_belong_together(tmp_path: Path) -> None:
             wrong()
 
 
-# --- doors ----------------------------------------------------------------------------------------
+# --- the filter -----------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -436,9 +446,7 @@ def test_control_is_for_this_machine_only(path: str, caller: str, *, allowed: bo
 
 
 @pytest.mark.parametrize(("parts", "read"), [(6, True), (7, False), (7000, False)])
-def test_no_request_is_read_that_is_longer_than_a_part_of_a_message(
-    parts: int, *, read: bool
-) -> None:
+def test_a_request_longer_than_a_part_of_a_message_is_not_read(parts: int, *, read: bool) -> None:
     came: list[bytes] = []
     answers: list[Any] = []
     taken = 0
@@ -461,11 +469,11 @@ def test_no_request_is_read_that_is_longer_than_a_part_of_a_message(
     assert read or answers[0]["status"] == 413
 
 
-def test_what_a_device_sends_goes_up_in_parts_that_are_read() -> None:
+def test_a_long_result_is_sent_in_parts_that_the_filter_reads() -> None:
     set_task(run_id=1, node_id=1, task_id=1)
-    offer = Offer(0, 0, 0.0, make_devices(**{item.name: 1.0 for item in fields(Devices)}))
-    result = Result(bytes(30 << 20), "", 1.0, offer)
-    parts = get_all_nested_objects(Message(result.pack(), 5, "train")).values()
+    resources = make_devices(**{item.name: 1.0 for item in fields(Devices)})
+    result = Result(bytes(30 << 20), "", 1.0, Capabilities(0, 0, 0.0, resources))
+    parts = get_all_nested_objects(to_message(result.pack(), 5, "train", 0, None)).values()
     assert max(len(part.deflate()) for part in parts) < BODY_BYTES - (1 << 19)
 
 
@@ -489,44 +497,52 @@ def test_a_superlink_whose_parent_died_while_it_came_up_ends(tmp_path: Path) -> 
 # --- devices --------------------------------------------------------------------------------------
 
 
+def told(config: Config) -> ExperimentInfo:
+    """What devices are told of an experiment by a server that holds its test data."""
+    return ExperimentInfo.of(build_experiment(resolve(config), load_data(config)))
+
+
+def device_of(setup: Setup, info: ExperimentInfo) -> Device:
+    return open_device(setup.node_config(), info)
+
+
 def test_a_setup_survives_flowers_node_configuration() -> None:
     setup = Setup(
         device=3, profile="jetson-nano", rate_bps=1e6, latency_s=2.0, energy_j=0.5,
-        data="mine.npz", all_data=True, threads=4, no_server_files=True,
+        data="mine.npz", all_data=True, threads=4, server_files=True,
     )  # fmt: skip
     assert read_setup(setup.node_config()) == setup
-    assert read_setup({"partition-id": 7, "num-partitions": 9}) == Setup(device=7)
-    with pytest.raises(ConfigError, match="device=NUMBER"):
+    assert read_setup(Setup(0).node_config()) == Setup(0)
+    simulated = read_setup({"partition-id": 7, "num-partitions": 9})
+    assert simulated == Setup(device=7, server_files=True)
+    with pytest.raises(ConfigError, match="device: missing"):
         read_setup({})
 
 
-def test_a_device_offers_what_its_owner_says(tmp_path: Path) -> None:
-    config = settle(small_config(tmp_path))
+def test_a_device_has_the_capabilities_that_its_owner_says(tmp_path: Path) -> None:
+    info = told(small_config(tmp_path))
     setup = Setup(1, "raspberry-pi-5", 2e6, 0.0, 0.5, data=str(tmp_path / "stripes.npz"))
-    offer = open_device(setup.node_config(), Ask(to_toml(config), 4)).offer(4, {})
-    assert (offer.device, offer.round, offer.distance_m) == (1, 4, 0.0)
-    assert offer.means.samples.tolist() == [20]
-    assert offer.means.frequency_max_hz.tolist() == [2.4e9]
-    assert offer.means.rate_bps.tolist() == [2e6]
-    assert offer.means.energy_j.tolist() == [0.5]
-    assert offer.means.latency_s.tolist() == [config.fleet.latency_s]
+    known = device_of(setup, info).capabilities(4, {})
+    assert (known.device, known.round, known.distance_m) == (1, 4, 0.0)
+    assert known.resources.samples.tolist() == [20]
+    assert known.resources.frequency_max_hz.tolist() == [2.4e9]
+    assert known.resources.rate_bps.tolist() == [2e6]
+    assert known.resources.energy_j.tolist() == [0.5]
+    assert known.resources.latency_s.tolist() == [info.fleet.latency_s]
     all_of_it = replace(setup, all_data=True, latency_s=3.0)
-    offer = open_device(all_of_it.node_config(), Ask(to_toml(config), 4)).offer(4, {})
-    assert offer.means.samples.tolist() == [240]
-    assert offer.means.latency_s.tolist() == [3.0]
+    known = device_of(all_of_it, info).capabilities(4, {})
+    assert known.resources.samples.tolist() == [240]
+    assert known.resources.latency_s.tolist() == [3.0]
 
 
-def test_the_uplink_that_was_measured_is_offered_unless_its_owner_says_another(
-    tmp_path: Path,
-) -> None:
-    config = settle(small_config(tmp_path))
+def test_the_measured_uplink_is_used_unless_the_owner_gives_another(tmp_path: Path) -> None:
+    info = told(small_config(tmp_path))
     text = resources.files("anycostfl").joinpath("profiles", "raspberry-pi-5.toml").read_text()
     profile = tmp_path / "mine.toml"
     profile.write_text(f"rate_bps = 3e6\n{text}")
-    for given, offered in ((0.0, 3e6), (2e6, 2e6)):
+    for given, used in ((0.0, 3e6), (2e6, 2e6)):
         setup = Setup(1, str(profile), given, 0.0, 0.5, data=str(tmp_path / "stripes.npz"))
-        offer = open_device(setup.node_config(), Ask(to_toml(config), 0)).offer(0, {})
-        assert offer.means.rate_bps.tolist() == [offered]
+        assert device_of(setup, info).capabilities(0, {}).resources.rate_bps.tolist() == [used]
     about = ["join", "localhost:1", "--device", "0", "--insecure", "--profile"]
     with pytest.raises(ConfigError) as measured:
         build_app()([*about, str(profile)], standalone_mode=False)
@@ -536,7 +552,7 @@ def test_the_uplink_that_was_measured_is_offered_unless_its_owner_says_another(
 
 
 @pytest.mark.parametrize(
-    ("options", "told"),
+    ("options", "problem"),
     [
         (["--energy-j", "5"], "--energy-j: given 5, allowed only with --profile"),
         (["--latency-s", "9"], "--latency-s: given 9, allowed only with --profile"),
@@ -545,104 +561,112 @@ def test_the_uplink_that_was_measured_is_offered_unless_its_owner_says_another(
         (["--data", "nowhere.npz"], "--data: there is no file nowhere.npz"),
     ],
 )
-def test_what_a_device_would_not_look_at_or_cannot_be_is_refused(
-    options: list[str], told: str
+def test_options_of_join_that_are_ignored_or_impossible_are_refused(
+    options: list[str], problem: str
 ) -> None:
     about = ["join", "localhost:1", "--device", "0", "--insecure"]
-    with pytest.raises(ConfigError, match=told):
+    with pytest.raises(ConfigError, match=problem):
         build_app()([*about, *options], standalone_mode=False)
 
 
 def test_a_device_trains_on_few_samples_of_its_own_scaled_as_everybodys(tmp_path: Path) -> None:
-    config = settle(small_config(tmp_path))
-    scale = prepare(config).shared.scale
+    info = told(small_config(tmp_path))
+    scale = info.scale
+    assert scale is not None
     own = tmp_path / "mine.npz"
     dark = np.full((7, 28, 28), 51, np.uint8)  # fewer than the fleet has devices, nothing to test
     np.savez(own, train_images=dark, train_labels=np.arange(7))
     for profile in ("", "raspberry-pi-5"):
         setup = Setup(11, profile, 2e6, 0.0, 0.5, data=str(own), all_data=True)
-        device = open_device(setup.node_config(), Ask(to_toml(config), 0, scale))
-        assert device.offer(0, {}).means.samples.tolist() == [7]
-        images, labels = device.samples()
+        device = device_of(setup, info)
+        assert device.capabilities(0, {}).resources.samples.tolist() == [7]
+        images, labels = device.samples
         assert labels.tolist() == list(range(7))
         expected = (np.float32(51) / 255 - np.float32(scale.mean[0])) / np.float32(scale.std[0])
         assert torch.equal(images, torch.full((7, 1, 28, 28), float(expected)))
+    coloured = Scale((0.1, 0.2, 0.3), (1.0, 1.0, 1.0))
     with pytest.raises(ConfigError, match="given images of 1 channels, must have 3"):
-        open_device(
-            setup.node_config(), Ask(to_toml(config), 0, Scale((0.1, 0.2, 0.3), (1.0, 1.0, 1.0)))
-        )
+        device_of(setup, replace(info, scale=coloured))
 
 
-def test_the_experiments_own_data_is_scaled_to_the_bit_as_on_the_server(tmp_path: Path) -> None:
+def test_a_device_scales_the_experiments_own_data_as_the_server_does(tmp_path: Path) -> None:
+    config = resolve(small_config(tmp_path))
+    info = RoundInfo(told(config), 0)
+    assert info.experiment.scale is not None
     set_task(run_id=1, node_id=1, task_id=1)
-    side = prepare(settle(small_config(tmp_path))).shared
-    text = to_toml(settle(small_config(tmp_path)))
-    ask = read_ask(through_bytes(Message(Ask(text, 0, side.scale).pack(), 5, "query")).content)
-    assert ask == Ask(text, 0, side.scale)
-    own = Setup(0, data=str(small_dataset(tmp_path))).node_config()
-    assert torch.equal(open_device(own, ask).side.shared.train_images, side.train_images)
-    for bad in (Scale((0.5,), (0.0,)), Scale((0.5,), ()), Scale((math.nan,), (1.0,))):
-        with pytest.raises(MessageError, match="a scale of"):
-            read_ask(Ask(text, 0, bad).pack())
+    arrived = through_bytes(to_message(info.pack(), 5, "query", 0, None))
+    read = read_info(to_envelope(arrived.content))
+    assert read == info
+    everything = Setup(0, data=str(small_dataset(tmp_path)), all_data=True)
+    here, there = device_of(everything, read.experiment), load_data(config)
+    assert torch.equal(here.samples[0], there.train_images)
+
+
+@pytest.mark.parametrize(
+    "scale", [Scale((0.5,), (0.0,)), Scale((0.5,), ()), Scale((math.nan,), (1.0,))]
+)
+def test_a_scale_that_normalises_nothing_is_refused(tmp_path: Path, scale: Scale) -> None:
+    info = ExperimentInfo.of(build_experiment(resolve(small_config(tmp_path))))
+    with pytest.raises(MessageError, match="a scale of"):
+        read_info(RoundInfo(replace(info, scale=scale), 0).pack())
 
 
 def test_a_device_reads_no_file_that_the_server_names(tmp_path: Path) -> None:
-    ask = Ask(to_toml(settle(small_config(tmp_path))), 0)
+    info = told(small_config(tmp_path))
     with pytest.raises(ConfigError, match="--data"):
-        open_device(Setup(0).node_config(), ask)
-    own = Setup(0, data=str(small_dataset(tmp_path))).node_config()
-    assert open_device(own, ask).offer(0, {}).device == 0
-    elsewhere = small_config(tmp_path, 'fleet.profiles=["/etc/secret.toml"]')
-    named = Ask(to_toml(settle(elsewhere)), 0)
+        device_of(Setup(0), info)
+    own = Setup(0, data=str(small_dataset(tmp_path)))
+    assert device_of(own, info).capabilities(0, {}).device == 0
+    named = replace(info, fleet=replace(info.fleet, profiles=("/etc/secret.toml",)))
     with pytest.raises(ConfigError, match="--profile"):
-        open_device(own, named).offer(0, {})
-    described = Setup(
-        0, profile="jetson-nano", rate_bps=1e6, energy_j=1, data=str(small_dataset(tmp_path))
-    )
-    assert open_device(described.node_config(), named).offer(0, {}).device == 0
+        device_of(own, named).capabilities(0, {})
+    described = replace(own, profile="jetson-nano", rate_bps=1e6, energy_j=1)
+    assert device_of(described, named).capabilities(0, {}).device == 0
     with pytest.raises(ConfigError, match="must be 0 to 11"):
-        open_device(replace(Setup(12), data=str(small_dataset(tmp_path))).node_config(), ask)
+        device_of(replace(own, device=12), info)
 
 
-def test_a_device_remembers_the_last_round_and_the_one_before() -> None:
+def test_a_device_remembers_the_last_round_and_the_one_before(tmp_path: Path) -> None:
     state = RecordDict()
+    info = ExperimentInfo.of(build_experiment(resolve(small_config(tmp_path))))
 
-    def at(number: int, text: str = "a") -> Ask:
-        return Ask(text, number)
+    def at(number: int, fingerprint: str = "a") -> RoundInfo:
+        return RoundInfo(replace(info, fingerprint=fingerprint), number)
 
-    def value(ask: Ask) -> float | None:
-        memory = recall(state, ask)
+    def value(info: RoundInfo) -> float | None:
+        memory = recall(state, info)
         return None if memory is None else float(memory["w"])
 
     assert value(at(0)) is None
     remember(state, at(0), {"w": torch.tensor(1.0)})
     remember(state, at(3), {"w": torch.tensor(2.0)})
     assert (value(at(4)), value(at(3)), value(at(2))) == (2.0, 1.0, None)
-    remember(state, at(3), {"w": torch.tensor(2.5)})  # the round is played again
+    remember(state, at(3), {"w": torch.tensor(2.5)})  # the round is repeated
     assert (value(at(4)), value(at(3))) == (2.5, 1.0)
     assert value(at(4, "another experiment")) is None
 
 
-def test_a_device_that_the_server_refuses_ends_and_says_why() -> None:
+def test_a_device_that_the_server_rejects_ends_and_says_why() -> None:
     set_task(run_id=1, node_id=1, task_id=1)
     context = Context(1, 5, {"device": 0}, RecordDict(), {})
-    with pytest.raises(AnycostError, match="refuses this device: it is another's number"):
-        node.answer(app, Message(pack_refusal("it is another's number"), 5, "query"), context)
+    rejection = to_message(pack_rejection("device 0 is another key's"), 5, "query", 0, None)
+    with pytest.raises(DeviceRejectedError, match="rejects this device: device 0 is another"):
+        node.answer(app, rejection, context)
 
 
-def test_weights_of_another_size_are_not_taken(tmp_path: Path) -> None:
-    net = prepare(settle(small_config(tmp_path))).net
+def test_weights_of_another_size_are_refused(tmp_path: Path) -> None:
+    net = build_experiment(resolve(small_config(tmp_path))).net
     state = tensors_of(net.module)
     plan, wider = net.plan(0.3), net.plan(0.6)
     packed = pack_weights(net, state, plan)
     unpacked = unpack_weights(net, state, plan, packed)
     for name, part in net.take(state, plan).items():
         assert torch.equal(unpacked[name], part)
-    with pytest.raises(MessageError, match="the same version"):
+    with pytest.raises(MessageError, match="the same model"):
         unpack_weights(net, state, wider, packed)
 
 
-def test_tensors_of_every_kind_survive_and_others_do_not() -> None:
+def test_tensors_of_every_type_survive_flowers_records() -> None:
     state = {
         "a": torch.randn(3, 2),
         "b": torch.arange(5),
@@ -650,7 +674,8 @@ def test_tensors_of_every_kind_survive_and_others_do_not() -> None:
         "d": torch.tensor(1.5),
         "e": torch.zeros(0, 3),
     }
-    records = RecordDict({"s": pack_state(state)})
+    records = RecordDict()
+    write_state(records, "s", state)
     back = read_state(records, "s")
     for name, tensor in state.items():
         assert torch.equal(back[name], tensor)
@@ -658,8 +683,11 @@ def test_tensors_of_every_kind_survive_and_others_do_not() -> None:
     records.array_records["s"]["a"].shape = (3, 3)
     with pytest.raises(MessageError, match="bytes"):
         read_state(records, "s")
+    write_state(records, "s", {})
+    assert read_state(records, "s") == {}
+    info = RoundInfo(ExperimentInfo.of(build_experiment(load_preset("demo"))), 0)
     with pytest.raises(MessageError, match="without task"):
-        read_task(RecordDict())
+        read_task(to_envelope(to_records(info.pack())))
 
 
 # --- mistakes -------------------------------------------------------------------------------------
@@ -677,7 +705,7 @@ def test_tensors_of_every_kind_survive_and_others_do_not() -> None:
         (["serve", "--insecure", "--wait-for", "41"], "--wait-for: given 41, must be 0"),
         (["join", "localhost:1", "--device", "0"], "--key: needed"),
         (["join", "localhost:1", "--device", "0", "--insecure", "--profile", "pi"], "no device"),
-        (["run", "--engine", "spark"], "allowed own, flower"),
+        (["run", "--engine", "spark"], "must be own or flower"),
     ],
 )
 def test_mistakes_say_what_to_do(
@@ -689,11 +717,11 @@ def test_mistakes_say_what_to_do(
     assert not list(tmp_path.iterdir())
 
 
-def test_a_run_that_was_simulated_is_saved_after_every_round_when_it_is_served(
+def test_a_simulated_run_is_saved_after_every_round_once_it_is_served(
     tmp_path: Path,
 ) -> None:
     begin(tmp_path / "run", small_config(tmp_path, "run.checkpoint_every=5"))
-    config = for_devices(go_on(tmp_path / "run", None, {}, simulated=False).config)
+    config = for_devices(resume_run(tmp_path / "run", None, {}, simulated=False).config)
     assert (config.run.checkpoint_every, config.training.precision) == (1, "fp32")
 
 
@@ -717,7 +745,7 @@ class StrictServer:
         return httpx.Response(200 if good else 401, headers={"date": format_datetime(now)})
 
 
-def test_a_device_with_a_wrong_clock_goes_by_the_servers() -> None:
+def test_a_device_with_a_wrong_clock_uses_the_servers() -> None:
     signature = Signature(ec.generate_private_key(ec.SECP384R1()))
     server = StrictServer(timedelta(days=-20_000))
 
@@ -749,7 +777,7 @@ def test_two_threads_that_are_refused_at_once_both_sign_again() -> None:
     assert signature.intercept(request, busy).status_code == 200
 
 
-def test_a_server_that_does_not_know_yet_that_its_clock_was_set_is_asked_again() -> None:
+def test_a_server_whose_date_header_is_stale_is_asked_again() -> None:
     signature = Signature(ec.generate_private_key(ec.SECP384R1()))
     server = StrictServer(timedelta())
 
@@ -765,7 +793,7 @@ def test_a_server_that_does_not_know_yet_that_its_clock_was_set_is_asked_again()
     assert server.asked == 3
 
 
-def test_a_stranger_is_refused_whatever_the_time_and_not_asked_for_ever() -> None:
+def test_a_stranger_is_refused_whatever_the_time_and_gives_up() -> None:
     signature, asked = Signature(ec.generate_private_key(ec.SECP384R1())), 0
 
     def refuse(_context: Any) -> httpx.Response:
@@ -778,7 +806,7 @@ def test_a_stranger_is_refused_whatever_the_time_and_not_asked_for_ever() -> Non
     assert asked == 2  # once more, as the time in the first answer may have been an old one
 
 
-def test_a_reply_lapses_with_its_question_whatever_clock_the_device_has() -> None:
+def test_a_reply_expires_with_its_message_whatever_clock_the_device_has() -> None:
     set_task(run_id=1, node_id=1, task_id=1)
     question = Message(RecordDict(), 5, "train", ttl=100.0)
     reply = Message(RecordDict(), reply_to=question)
@@ -789,31 +817,34 @@ def test_a_reply_lapses_with_its_question_whatever_clock_the_device_has() -> Non
 
 @pytest.mark.parametrize("shape", [(0, -1, 1), (-1, -4), (5,)])
 def test_arrays_of_impossible_shapes_are_refused(shape: tuple[int, ...]) -> None:
-    array = Array(dtype="uint8", shape=shape, stype=TENSOR, data=bytes(4 if 0 not in shape else 0))
+    blob = Blob(TENSOR, bytes(0 if 0 in shape else 4), "uint8", shape)
+    records = to_records(Envelope({}, {"moved": {"conv": blob}}))
     with pytest.raises(MessageError, match="an array of shape"):
-        read_state(RecordDict({"order": ArrayRecord({"conv": array})}), "order")
+        read_state(records, "moved")
 
 
-def test_a_line_that_breaks_in_a_greeting_is_not_taken_for_a_wrong_server(tmp_path: Path) -> None:
+def test_a_connection_that_breaks_in_the_handshake_is_tried_again(
+    tmp_path: Path,
+) -> None:
     make_keys(tmp_path, ["127.0.0.1"], ["pi"])
     folder = KeyFolder(tmp_path)
     key = private_key(folder.device("pi"))
-    with socket.create_server(("127.0.0.1", 0)) as door:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
 
         def slam() -> None:
             with suppress(OSError):
                 while True:
-                    door.accept()[0].close()
+                    listener.accept()[0].close()
 
         threading.Thread(target=slam, daemon=True).start()
-        server = f"127.0.0.1:{door.getsockname()[1]}"
+        server = f"127.0.0.1:{listener.getsockname()[1]}"
         address = Address(server, folder.authority, folder.device("pi"), patience_s=1.0)
         client = node.open_client(address, key)
         with closing(client), pytest.raises(node.UnreachableError):
             node.Connection(address, client).enter(public_pem(key.public_key()))
 
 
-def test_a_device_that_waited_long_for_its_server_is_not_put_off_by_the_first_refusal(
+def test_a_device_that_waited_long_for_its_server_outlasts_the_first_refusals(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """The server answers before it knows the keys, and on a busy machine it comes up late."""
@@ -826,7 +857,7 @@ def test_a_device_that_waited_long_for_its_server_is_not_put_off_by_the_first_re
     monkeypatch.setattr(node, "log", lambda _level, text, *_: said.append(text))
     request = httpx.Request("POST", "http://server")
 
-    class Door:
+    class Server:
         def activate(self, _key: bytes, _heartbeat_s: float) -> int:
             return node.Patience(address)(self._answer)
 
@@ -840,7 +871,7 @@ def test_a_device_that_waited_long_for_its_server_is_not_put_off_by_the_first_re
             return 7
 
     address = Address("server:1", None, Path("key"))
-    connection = node.Connection(address, cast(FleetClient, Door()))
+    connection = node.Connection(address, cast(FleetClient, Server()))
     assert connection.enter(b"key") == 7
     assert clock[0] > node.REFUSED_S
     assert sum("cannot be reached" in text for text in said) == 1  # not once for every try

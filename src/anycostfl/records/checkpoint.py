@@ -43,7 +43,7 @@ class Checkpoint:
         return {
             int(kind.removeprefix(f"{MEMORY}/")): state
             for kind, state in self.states.items()
-            if kind.startswith(MEMORY)
+            if kind.startswith(f"{MEMORY}/")
         }
 
 
