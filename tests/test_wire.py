@@ -137,12 +137,12 @@ def test_an_array_is_what_it_says_or_an_error(blob: Blob) -> None:
 
 def test_a_device_tells_that_the_server_is_too_old() -> None:
     """The question of protocol 1, recorded: the server's whole configuration, and no version."""
-    with pytest.raises(MessageError, match="server speaks protocol 1.*upgrade .* on the server"):
+    with pytest.raises(MessageError, match=r"server speaks protocol 1.*upgrade .* on the server"):
         read_info(recorded("protocol-1-ask.json"))
 
 
 def test_a_server_tells_that_a_device_is_too_old() -> None:
-    with pytest.raises(MessageError, match="device speaks protocol 1.*upgrade .* on the device"):
+    with pytest.raises(MessageError, match=r"device speaks protocol 1.*upgrade .* on the device"):
         read_capabilities(recorded("protocol-1-offer.json"))
 
 
