@@ -41,13 +41,9 @@ def serve(
     wait_for: Annotated[
         int, typer.Option(help="Devices to wait for at the start; 0: a full cohort")
     ] = 0,
-    min_replies: Annotated[
-        int, typer.Option(help="With fewer usable replies a round changes nothing")
-    ] = 1,
+    min_replies: Annotated[int, typer.Option(help="With fewer, a round changes nothing")] = 1,
     deadline_s: Annotated[float, typer.Option(help="Deadline of a round, in seconds")] = 120.0,
-    patience_s: Annotated[
-        float, typer.Option(help="How long to wait for devices, in seconds")
-    ] = 600.0,
+    patience_s: Annotated[float, typer.Option(help="Seconds to wait for devices")] = 600.0,
     json: Json = False,
     rounds: Annotated[
         int | None, typer.Option(min=1, help="Total rounds; default: as in the preset or run")
