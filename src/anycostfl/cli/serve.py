@@ -38,9 +38,7 @@ def serve(
     insecure: Annotated[
         bool, typer.Option("--insecure", help="No TLS and no keys: anyone may join")
     ] = False,
-    wait_for: Annotated[
-        int, typer.Option(help="Devices to wait for at the start; 0: a full cohort")
-    ] = 0,
+    wait_for: Annotated[int, typer.Option(help="Devices to wait for; 0: a full cohort")] = 0,
     min_replies: Annotated[int, typer.Option(help="With fewer, a round changes nothing")] = 1,
     deadline_s: Annotated[float, typer.Option(help="Deadline of a round, in seconds")] = 120.0,
     patience_s: Annotated[float, typer.Option(help="Seconds to wait for devices")] = 600.0,
