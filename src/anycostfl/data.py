@@ -360,4 +360,4 @@ def split_dirichlet(
 
 def _check_enough(samples: int, devices: int) -> None:
     if devices > samples:
-        raise ConfigError([f"devices: given {devices}, must be <= {samples}, one sample each"])
+        raise ConfigError([f"devices: given {devices}, must be at most {samples}, one sample each"])

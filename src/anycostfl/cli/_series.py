@@ -24,24 +24,22 @@ from anycostfl.simulate import count_workers
 EVERY = 10  # rounds between two lines of progress
 OTHERWISE, AGAIN = "Choose another --out", "The same command tries again"
 
-Target = Annotated[float | None, typer.Option(help="Accuracy to reach, else as the preset says")]
-Rounds = Annotated[int | None, typer.Option(help="At most this many, else as the preset says")]
+Target = Annotated[float | None, typer.Option(help="Accuracy to reach; default: the preset's")]
+Rounds = Annotated[int | None, typer.Option(help="Most rounds of a run; default: the preset's")]
 Rates = Annotated[
     str,
     typer.Option("--learning-rates", "--rates", help="Learning rates to try, separated by commas"),
 ]
 Trial = Annotated[
     int | None,
-    typer.Option(
-        min=1, help=f"Rounds after which one of --learning-rates is judged; {TRIAL} if not given"
-    ),
+    typer.Option(min=1, help=f"Rounds to judge each of --learning-rates by; default: {TRIAL}"),
 ]
 OutDir = Annotated[Path | None, typer.Option("--out", help="Folder of all runs")]
-Workers = Annotated[int, typer.Option(help="Processes; 0 is one per core")]
+Workers = Annotated[int, typer.Option(help="Processes; 0: one per core")]
 Background = Annotated[
     bool, typer.Option("--background", help="Return at once, run in the background")
 ]
-OnlyShow = Annotated[bool, typer.Option("--show", help="Only show what is done")]
+OnlyShow = Annotated[bool, typer.Option("--show", help="Only show the results so far")]
 
 
 def asked(
@@ -79,7 +77,7 @@ def series_in(
 
 
 def names_of(text: str, known: Sequence[str], load: Callable[[str], object]) -> list[str]:
-    """The names in a list with commas, or all; an unknown one is an error that says so."""
+    """The names in a list separated by commas, or all; an unknown one is an error."""
     given = [name for part in text.split(",") if (name := part.strip())]
     chosen = list(known) if text == "all" else given
     if not chosen:
@@ -90,7 +88,7 @@ def names_of(text: str, known: Sequence[str], load: Callable[[str], object]) -> 
 
 
 def numbers_of(text: str, option: str) -> list[float]:
-    """The numbers in a list with commas."""
+    """The numbers in a list separated by commas."""
     try:
         return [float(part) for part in text.split(",") if part.strip()]
     except ValueError as error:

@@ -60,9 +60,12 @@ Runs = Mapping[str, Sequence[tuple[Config, Records]]]
 def compare(
     preset: Preset,
     method_names: Annotated[
-        str, typer.Option("--methods", help=f"all, or of {', '.join(methods.names())}, with commas")
+        str,
+        typer.Option(
+            "--methods", help=f"all, or names separated by commas: {', '.join(methods.names())}"
+        ),
     ] = "all",
-    seeds: Annotated[int, typer.Option(help="Runs of each method: run.seed, the next, …")] = 1,
+    seeds: Annotated[int, typer.Option(help="Seeds per method: run.seed, run.seed + 1, …")] = 1,
     target: Target = None,
     rounds: Rounds = None,
     rates: Rates = "",

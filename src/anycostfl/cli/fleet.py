@@ -30,14 +30,14 @@ MEMBERS = (
 
 
 def fleet(
-    rounds: Annotated[int, typer.Option(help="How long to train")] = 4,
+    rounds: Annotated[int, typer.Option(help="Number of rounds")] = 4,
     out_dir: Annotated[Path | None, typer.Option("--out", help="Run directory")] = None,
     set_: Overrides = None,
     json: Json = False,
 ) -> None:
-    """Train on one server and four device processes, with TLS and keys, and stop by itself.
+    """Train with one server and four device processes on this machine, with TLS and keys.
 
-    The devices are a Raspberry Pi 4 and 5, a phone and a Jetson Nano in what they may spend; each
+    The devices have the budgets of a Raspberry Pi 4 and 5, a phone and a Jetson Nano; each
     trains on two hundred images of the embedded data.
     """
     need_flower()

@@ -22,30 +22,30 @@ from anycostfl.errors import ConfigError
 
 def join(
     server: Annotated[str, typer.Argument(help="HOST:PORT of `anycostfl serve`")],
-    device: Annotated[int, typer.Option(min=0, help="Its number in the fleet, from 0")],
-    key: Annotated[Path | None, typer.Option(help="Its private key")] = None,
-    trust: Annotated[Path | None, typer.Option(help="ca.crt of the server")] = None,
-    profile: Annotated[str, typer.Option(help=f"What it is: {PROFILES}")] = "",
+    device: Annotated[int, typer.Option(min=0, help="Number of this device in the fleet, from 0")],
+    key: Annotated[Path | None, typer.Option(help="Private key of this device")] = None,
+    trust: Annotated[Path | None, typer.Option(help="The server's ca.crt")] = None,
+    profile: Annotated[str, typer.Option(help=f"Hardware of this device: {PROFILES}")] = "",
     rate_bps: Annotated[
-        float, typer.Option(help="Uplink in bits per second; 0 is as the profile says")
+        float, typer.Option(help="Uplink in bits per second; 0: as in the profile")
     ] = 0.0,
-    energy_j: Annotated[float, typer.Option(help="What a round may cost, in joules")] = 0.0,
+    energy_j: Annotated[float, typer.Option(help="Energy budget of a round, in joules")] = 0.0,
     latency_s: Annotated[
-        float, typer.Option(help="What a round may take; 0 is as the experiment says")
+        float, typer.Option(help="Latency budget of a round; 0: as in the experiment")
     ] = 0.0,
-    data: Annotated[str, typer.Option(help="Its own data: a dataset, or an .npz file")] = "",
+    data: Annotated[str, typer.Option(help="Data of this device: a dataset, or an .npz file")] = "",
     all_data: Annotated[
-        bool, typer.Option("--all-data", help="Train on all of it, not on its part of the split")
+        bool, typer.Option("--all-data", help="Train on all of --data, not on a part of the split")
     ] = False,
-    threads: Annotated[int, typer.Option(help="Threads to train with; 0 is all cores")] = 0,
+    threads: Annotated[int, typer.Option(help="Training threads; 0: one per core")] = 0,
     patience_s: Annotated[
-        float, typer.Option(help="How long to try an unreachable server; 0 is for ever")
+        float, typer.Option(help="Seconds to try an unreachable server; 0: forever")
     ] = 0.0,
     insecure: Annotated[
-        bool, typer.Option("--insecure", help="Plaintext, and anybody may listen")
+        bool, typer.Option("--insecure", help="No TLS and no key: anyone can read the traffic")
     ] = False,
 ) -> None:
-    """Take part in whatever the server trains, until Ctrl-C.
+    """Take part in the server's experiment until Ctrl-C.
 
     Without --profile it acts as the member of that number of the experiment's simulated fleet.
     """

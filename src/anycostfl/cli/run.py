@@ -29,12 +29,14 @@ def run(
     set_: Overrides = None,
     out_dir: Annotated[Path | None, typer.Option("--out", help="Run directory")] = None,
     resume: Annotated[Path | None, typer.Option(help="Resume this run directory")] = None,
-    workers: Annotated[int, typer.Option(help="Processes; 0 is one per core")] = 0,
+    workers: Annotated[int, typer.Option(help="Processes; 0: one per core")] = 0,
     engine: Annotated[str, typer.Option(help="Where devices run: own, or flower (Ray)")] = "own",
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Only show what would happen")] = False,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Only show the configuration and its cost")
+    ] = False,
     json: Json = False,
     rounds: Annotated[
-        int | None, typer.Option(min=1, help="How many in all, else as the preset or the run says")
+        int | None, typer.Option(min=1, help="Total rounds; default: as in the preset or run")
     ] = None,
 ) -> None:
     """Train a simulated fleet and show what it cost. Ctrl-C stops it; --resume resumes it."""

@@ -33,20 +33,18 @@ def serve(
     out_dir: Annotated[Path | None, typer.Option("--out", help="Run directory")] = None,
     resume: Annotated[Path | None, typer.Option(help="Resume this run directory")] = None,
     host: Annotated[str, typer.Option(help="Address to listen on")] = "0.0.0.0",  # noqa: S104
-    port: Annotated[int, typer.Option(help="The only port; devices need none")] = 9443,
-    keys: Annotated[Path, typer.Option(help="Folder that `anycostfl keys` made")] = Path("keys"),
+    port: Annotated[int, typer.Option(help="Port to listen on; devices need none")] = 9443,
+    keys: Annotated[Path, typer.Option(help="Folder written by `anycostfl keys`")] = Path("keys"),
     insecure: Annotated[
-        bool, typer.Option("--insecure", help="Plaintext, and anybody may take part")
+        bool, typer.Option("--insecure", help="No TLS and no keys: anyone may join")
     ] = False,
-    wait_for: Annotated[
-        int, typer.Option(help="Devices to wait for at the start; 0 is a full cohort")
-    ] = 0,
-    min_replies: Annotated[int, typer.Option(help="Below, a round changes nothing")] = 1,
-    deadline_s: Annotated[float, typer.Option(help="Of a round, in seconds")] = 120.0,
-    patience_s: Annotated[float, typer.Option(help="How long to wait for devices")] = 600.0,
+    wait_for: Annotated[int, typer.Option(help="Devices to wait for; 0: a full cohort")] = 0,
+    min_replies: Annotated[int, typer.Option(help="With fewer, a round changes nothing")] = 1,
+    deadline_s: Annotated[float, typer.Option(help="Deadline of a round, in seconds")] = 120.0,
+    patience_s: Annotated[float, typer.Option(help="Seconds to wait for devices")] = 600.0,
     json: Json = False,
     rounds: Annotated[
-        int | None, typer.Option(min=1, help="How many in all, else as the preset or the run says")
+        int | None, typer.Option(min=1, help="Total rounds; default: as in the preset or run")
     ] = None,
 ) -> None:
     """Train on the devices that join and show what it cost. Ctrl-C stops it; --resume resumes."""

@@ -91,10 +91,10 @@ def sweep(
     kind: Annotated[str, typer.Argument(help="ablation, compute, radio, widths or attacks")],
     preset: Preset,
     method_names: Annotated[
-        str, typer.Option("--methods", help=f"With commas, for compute, radio, widths: {METHODS}")
+        str, typer.Option("--methods", help=f"For compute, radio and widths; default: {METHODS}")
     ] = "",
     values: Annotated[
-        str, typer.Option(help="Spreads to try, with commas, for compute and radio")
+        str, typer.Option(help="Spreads for compute and radio, separated by commas")
     ] = "",
     target: Target = None,
     rounds: Rounds = None,

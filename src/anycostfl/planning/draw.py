@@ -126,7 +126,7 @@ def _too_spread(name: str, std: float | None, mean: float | None) -> str:
     if not std:
         return ""
     if mean is None:
-        return f"{name}: given {std:g}, allowed only together with a mean"
+        return f"{name}: given {std:g}, allowed only beside a mean"
     limit = mean / math.sqrt(3.0)
     return "" if std < limit else f"{name}: given {std:g}, must be < {limit:.4g} (mean/√3)"
 
