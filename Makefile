@@ -47,10 +47,10 @@ bench: $(READY) ## Measure; takes minutes, wants a quiet machine
 	$(BIN)/python benchmarks/device_profile.py
 
 ALL   := --rounds 320 --set run.evaluate_every=3 --set run.checkpoint_every=12
-TUNED := $(ALL) --rates 0.01,0.03,0.05,0.1,0.2,0.4
+TUNED := $(ALL) --learning-rates 0.01,0.03,0.05,0.1,0.2,0.4
 CIFAR := cifar10-iid --rounds 60 --set run.evaluate_every=5 --set run.checkpoint_every=5
 
-paper: $(READY) ## The paper's whole evaluation (days on two cores; goes on where it stopped)
+paper: $(READY) ## The paper's whole evaluation (days on two cores; resumes where it stopped)
 	$(BIN)/anycostfl compare fmnist-iid $(TUNED) --trial 12
 	$(BIN)/anycostfl compare fmnist-noniid $(TUNED) --trial 24
 	$(BIN)/anycostfl compare fmnist-iid $(TUNED) --trial 12 --methods anycostfl,stc,fedhq --seeds 3
