@@ -68,7 +68,7 @@ def test_one_device_within_its_budgets(call: Call) -> None:
 def test_infeasible_device_is_explained_and_ends_with_two(call: Call) -> None:
     code, told, complaint = call("plan", "--device", "raspberry-pi-4", "cifar10-iid")
     assert code == 2
-    assert "sits out (latency and energy together)" in told
+    assert "sits out (latency and energy)" in told
     assert "cannot afford" in complaint
 
 

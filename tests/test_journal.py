@@ -80,7 +80,7 @@ def test_every_status_of_schema_1_has_its_status_cause_and_detail(tmp_path: Path
         (Status.REFUSED, "unreadable", "a message without a payload", 0),
         (Status.UNUSED, "", "1 usable replies, at least 2 needed", 2),
         (Status.INFEASIBLE, "radio", "", 0),
-        (Status.INFEASIBLE, "both", "", 0),
+        (Status.INFEASIBLE, "latency and energy", "", 0),
         (Status.EXCLUDED, "", "agrees with the others -0.42 times as usual", 0),
     ]
     assert {d.status for record in found for d in record.devices} == set(Status)

@@ -84,7 +84,7 @@ def test_the_page_holds_the_run_in_columns(tmp_path: Path) -> None:
     assert [a + b for a, b in split] == pytest.approx([r.energy_j for r in records], rel=1e-4)
     assert columns["device"] == [d.device for d in entries]
     assert columns["alpha"] == pytest.approx([d.alpha for d in entries], rel=6e-3)
-    assert [run["statuses"][s] for s in columns["status"]] == [d.status for d in entries]
+    assert [run["statuses"][s] for s in columns["status"]] == [d.explained for d in entries]
     shares = [d.energy_j / d.budget_j for d in entries]
     assert columns["energy_share"] == pytest.approx(shares, rel=6e-4)
     words = [{w for b, w in enumerate(run["binds"]) if mask >> b & 1} for mask in columns["binds"]]

@@ -66,6 +66,7 @@ class Binds(enum.IntFlag):
 
 
 REASON_WORDS = {int(reason): reason.name.lower() for reason in Reason}
+REASON_WORDS[Reason.BOTH] = "latency and energy"
 BIND_WORDS = {flag: str(flag.name).lower().replace("_", " ") for flag in Binds}
 """What a code of a plan means, as text."""
 

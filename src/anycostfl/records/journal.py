@@ -18,7 +18,6 @@ SCHEMA = 2
 LARGEST = 1 << 62  # of a whole number
 
 OLD_STATUSES = {"sat out": "infeasible", "benched": "suspended", "left out": "excluded"}
-OLD_BOTH = "latency and energy together"
 """How version 1 named what is called otherwise since."""
 UNREADABLE = (ValueError, TypeError, KeyError, AttributeError, RecursionError)
 """What `parse_record` raises if a line is no round of this version or an older one."""
@@ -69,7 +68,7 @@ def _old_device(table: Mapping[str, Any]) -> DeviceRecord:
     if word == "refused":
         cause, _, detail = rest.partition(": ")
     elif word == "sat out":
-        cause, detail = "both" if rest == OLD_BOTH else rest, ""
+        cause, detail = rest.removesuffix(" together"), ""
     known |= {"status": OLD_STATUSES.get(word, word), "cause": cause, "detail": detail}
     return _device({**known, "duplicates": len(table.get("surplus", ()))})
 
