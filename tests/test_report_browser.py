@@ -116,7 +116,7 @@ def test_every_chart_is_drawn_and_can_be_read_as_a_table(
         assert page.locator("details[open] table").count() == 10
         assert page.locator("#accuracy details tbody tr").count() == 30
         assert page.locator("#widths tbody tr").count() == 3
-        assert "sat out: " in page.inner_text("#absent")
+        assert "infeasible: " in page.inner_text("#absent")
         assert "[fleet]" in page.inner_text("#config pre")
 
 
@@ -215,7 +215,7 @@ def test_two_runs_are_compared(browser: Any, tmp_path: Path) -> None:
         assert set(keys) == {
             "fleet.latency_s", "fleet.energy_min_j", "fleet.energy_max_j", "run.rounds",
         }  # fmt: skip
-        assert "sat out: " in page.inner_text("#absent")
+        assert "infeasible: " in page.inner_text("#absent")
         page.select_option("select", label="wide")
         assert "Nobody sat out" in page.inner_text("#absent")
         assert "latency_s = 2.0" in page.inner_text("#config pre")

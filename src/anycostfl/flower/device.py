@@ -266,10 +266,10 @@ def open_device(table: UserConfig, told: ExperimentInfo) -> Device:
     return _open(setup, told)
 
 
-@lru_cache(maxsize=1)
+@lru_cache(maxsize=1)  # a process is one device, but for simulated fleets
 def _open(setup: Setup, told: ExperimentInfo) -> Device:
-    """What stays the same from message to message: data and traced model."""
-    dataset = _own_data(setup, told)
+    """This device with its own samples."""
+    dataset, runtime = _ground(told, setup.data, server_files=setup.server_files)
     if setup.all_data:
         parts = [np.arange(len(dataset.train_labels))] * told.fleet.devices
     else:
@@ -278,10 +278,6 @@ def _open(setup: Setup, told: ExperimentInfo) -> Device:
     tested = torch.arange(len(dataset.test_labels))
     if not setup.data:  # a common test set is split over the fleet, too
         tested = tested[setup.device :: told.fleet.devices]
-    module = initial_module(told.model, told.seed)
-    net = trace_model(told.model, told.widths, module, dataset)
-    method = replace(methods.load(told.method), feedback=told.feedback)
-    runtime = DeviceRuntime(method, net, resolve_training(told.training), told.epochs)
     return Device(
         setup=setup,
         told=told,
@@ -292,17 +288,22 @@ def _open(setup: Setup, told: ExperimentInfo) -> Device:
     )
 
 
-def _own_data(setup: Setup, told: ExperimentInfo) -> data.Dataset:
-    """The data that the owner of this device names, or else the experiment's."""
-    if setup.data:
-        return data.load(setup.data, "", told.scale)
-    name, path = told.data.name, told.data.path
-    if not setup.server_files and (path or name.endswith(".npz")):
+@lru_cache(maxsize=1)
+def _ground(
+    told: ExperimentInfo, own_data: str, *, server_files: bool
+) -> tuple[data.Dataset, DeviceRuntime]:
+    """What stays the same from message to message: data and traced model."""
+    name, path = (own_data, "") if own_data else (told.data.name, told.data.path)
+    if not own_data and not server_files and (path or name.endswith(".npz")):
         raise ConfigError(
             [f"data: the server names a file, {path or name}; name the data of this device with "
              "--data"]
         )  # fmt: skip
-    return data.load(name, path, told.scale)
+    dataset = data.load(name, path, told.scale)
+    module = initial_module(told.model, told.seed)
+    net = trace_model(told.model, told.widths, module, dataset)
+    method = replace(methods.load(told.method), feedback=told.feedback)
+    return dataset, DeviceRuntime(method, net, resolve_training(told.training), told.epochs)
 
 
 # --- what it remembers ----------------------------------------------------------------------------

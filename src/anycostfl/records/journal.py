@@ -15,6 +15,7 @@ from anycostfl.files import StorageError
 from anycostfl.records.round import DeviceRecord, RoundRecord, Status
 
 SCHEMA = 2
+LATEST = 1000  # a larger number is damage, not a newer version
 LARGEST = 1 << 62  # of a whole number
 
 OLD_STATUSES = {"sat out": "infeasible", "benched": "suspended", "left out": "excluded"}
@@ -37,13 +38,13 @@ def parse_record(line: bytes | str) -> RoundRecord:
     """The round in a line; one of `UNREADABLE` if there is none."""
     table = json.loads(line)
     schema = table.get("schema", 1) if isinstance(table, dict) else 1
-    if type(schema) is int and schema > SCHEMA:
+    if type(schema) is int and SCHEMA < schema <= LATEST:
         raise NewerSchemaError(
             f"a round was written with schema {schema}; this program reads 1 to {SCHEMA}: upgrade "
             "anycostfl"
         )
     if schema not in (1, SCHEMA):
-        raise ValueError(f"schema {schema!r}; this program reads 1 to {SCHEMA}")
+        raise ValueError(f"schema {schema!r:.40}; this program reads 1 to {SCHEMA}")
     read = _device if schema == SCHEMA else _old_device
     record = RoundRecord(
         round=table["round"],

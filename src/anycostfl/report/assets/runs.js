@@ -10,7 +10,7 @@ function readRun(data) {
   const { rounds, devices, statuses } = data;
   const length = rounds.cohort.length;
   const roundOf = rounds.cohort.flatMap((size, round) => Array(size).fill(round));
-  const kinds = statuses.map((status) => (status === "ok" ? 0 : /^(sat out|benched)/.test(status) ? 1 : 2));
+  const kinds = statuses.map((status) => (status === "ok" ? 0 : /^(infeasible|suspended)/.test(status) ? 1 : 2));
   const index = new Map(devices.device.map((device, i) => [`${roundOf[i]}/${device}`, i]));
   const seconds = rounds.compute_s.map((value, i) => value + rounds.upload_s[i]);
   const joules = rounds.compute_j.map((value, i) => value + rounds.upload_j[i]);

@@ -58,7 +58,7 @@ function compareRuns(runs) {
       number(run.summary.mean_alpha), count(run.summary.devices_sat_out), count(run.summary.updates_refused), count(run.summary.devices_benched)];
   });
   const columns = ["run", "method", "rounds", "final accuracy", "best", "simulated time", "energy",
-    "uploaded", "downloaded", "mean α", "sat out", "refused", "benched"];
+    "uploaded", "downloaded", "mean α", "sat out", "refused", "suspended"];
   return make("div", { class: "card" }, table("The runs side by side", columns, rows, [1]));
 }
 
@@ -364,13 +364,13 @@ function drawDeviceEnergy(view, run) {
 const MOST_REASONS = 50;
 
 function absentSection() {
-  const element = section("absent", "Sat out and refused", "A device sits out when even the smallest strategy breaks its budgets. A refused update was sent but not used; a device that is refused often is benched for some rounds.");
+  const element = section("absent", "Sat out and refused", "A device sits out when even the smallest strategy breaks its budgets. A refused update was sent but not used; a device that is refused often is suspended for some rounds.");
   const card = element.appendChild(make("div", { class: "card" }));
   return (run) => {
     const reasons = new Map();
     for (const i of run.indices) {
       if (run.isOk(i)) continue;
-      const status = run.statusOf(i).replace(/^benched: .*/, "benched: refused too often").replace(/^left out: .*/, "left out: points away from the others");
+      const status = run.statusOf(i).replace(/^suspended: .*/, "suspended: refused too often").replace(/^excluded: .*/, "excluded: points away from the others");
       if (!reasons.has(status)) reasons.set(status, []);
       reasons.get(status).push(i);
     }
