@@ -32,6 +32,7 @@ from anycostfl.planning.draw import Cohort
 from anycostfl.planning.strategy import BIND_WORDS, REASON_WORDS, Strategies
 from anycostfl.records.checkpoint import MEMORY, Checkpoint
 from anycostfl.records.round import DeviceRecord, RoundRecord, Status
+from anycostfl.records.run import SavedRun
 from anycostfl.server.aggregate import (
     Contribution,
     apply_moves,
@@ -80,6 +81,13 @@ def first_state(experiment: Experiment) -> ServerState:
     """Before the first round."""
     public = first_public(experiment.net.module) if experiment.downlink else {}
     return ServerState(0, experiment.initial_weights, public=public)
+
+
+def start_state(experiment: Experiment, saved: SavedRun | None) -> ServerState:
+    """Where rounds begin: where a saved run stopped, or before the first one."""
+    if saved is None or saved.checkpoint is None:
+        return first_state(experiment)
+    return restored_state(experiment, saved.checkpoint, saved.records)
 
 
 def restored_state(

@@ -15,7 +15,7 @@ from anycostfl.fleets.simulated import Holdings, SimulatedFleet
 from anycostfl.loop import Rounds, run_rounds
 from anycostfl.records.round import RoundRecord
 from anycostfl.records.run import SavedRun
-from anycostfl.rounds import restored_state
+from anycostfl.rounds import start_state
 
 
 def run(config: Config, *, workers: int = 1) -> Iterator[RoundRecord]:
@@ -30,14 +30,13 @@ def simulate(config: Config, *, workers: int = 1, start: SavedRun | None = None)
     dataset = load_data(config)
     experiment = build_experiment(config, dataset)
     parts = split(config.data, config.fleet.devices, config.run.seed, dataset)
-    point = start.checkpoint if start else None
+    state = start_state(experiment, start)
     fleet = SimulatedFleet(
         experiment,
         Holdings.of(dataset, parts),
-        memories=point.memories() if point else {},
+        memories=state.memories,
         executor=partial(Pool, config, workers) if workers > 1 else nullcontext,
     )
-    state = restored_state(experiment, point, start.records) if start and point else None
     return run_rounds(experiment, fleet, state)
 
 

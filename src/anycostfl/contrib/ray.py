@@ -30,7 +30,7 @@ from anycostfl.flower.fleet import FlowerFleet, RoundPolicy
 from anycostfl.flower.server import server_experiment
 from anycostfl.loop import Rounds, run_rounds
 from anycostfl.records.run import SavedRun
-from anycostfl.rounds import ServerState, first_state, restored_state
+from anycostfl.rounds import ServerState, start_state
 
 DEADLINE_S = 24 * 3600.0  # simulated devices are never late
 
@@ -88,7 +88,6 @@ def simulate(config: Config, *, workers: int = 1, start: SavedRun | None = None)
     if importlib.util.find_spec("ray") is None:
         raise MissingExtraError("--engine flower needs Ray: pip install 'anycostfl[cluster]'")
     experiment = server_experiment(config)
-    point = start.checkpoint if start else None
-    state = restored_state(experiment, point, start.records) if start and point else None
-    fleet = open_fleet(experiment, state or first_state(experiment), workers)
+    state = start_state(experiment, start)
+    fleet = open_fleet(experiment, state, workers)
     return run_rounds(experiment, fleet, state)

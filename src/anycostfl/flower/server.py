@@ -26,7 +26,7 @@ from anycostfl.flower.numbers import Numbers
 from anycostfl.loop import Rounds, run_rounds
 from anycostfl.processes import end_with_parent
 from anycostfl.records.run import SavedRun
-from anycostfl.rounds import first_state, restored_state
+from anycostfl.rounds import start_state
 from anycostfl.runs import check_engine, journal, resume
 
 LOG = "flower/server.log"  # output of the SuperLink and the server app
@@ -73,10 +73,8 @@ def serve_rounds(
 ) -> Rounds:
     """The rounds of an experiment on the devices behind a Grid."""
     experiment = server_experiment(config)
-    point = start.checkpoint if start else None
-    state = restored_state(experiment, point, start.records) if start and point else None
-    begin = state or first_state(experiment)
-    fleet = FlowerFleet(grid, experiment, policy, start=begin, numbers=numbers)
+    state = start_state(experiment, start)
+    fleet = FlowerFleet(grid, experiment, policy, start=state, numbers=numbers)
     return run_rounds(experiment, fleet, state, min_replies=policy.min_replies)
 
 
