@@ -30,7 +30,7 @@ from anycostfl.experiment import resolve
 from anycostfl.planning import cost, draw, planner
 from anycostfl.profile.speed import elastic_model, timed_epoch
 from anycostfl.records.round import DeviceRecord
-from anycostfl.simulate import run
+from anycostfl.simulate import simulate
 
 ALPHAS = (1.0, 0.5, 0.25)
 PRESETS = {"cnn": ("fmnist-iid", 320), "vgg9": ("cifar10-iid", 192)}
@@ -107,7 +107,7 @@ def predict(model: str, alpha: float, path: Path, folder: Path) -> Prediction:
     upload = cost.upload_time_s(
         np.array([planned.alpha]), beta, config.workload.size_bits, device.rate_bps
     )
-    record = next(iter(run(timed)))
+    record = next(simulate(timed)).record
     return Prediction(planned.alpha, planned.latency_s - float(upload[0]), record.devices[0])
 
 

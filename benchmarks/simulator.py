@@ -30,8 +30,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from anycostfl import data, models
+from anycostfl import models
 from anycostfl.config import load_preset
+from anycostfl.data.samples import Dataset
+from anycostfl.experiment import load_data
 from anycostfl.simulate import simulate
 
 WORKERS, COHORT, SAMPLES, BATCH, RATE = 2, 15, 1000, 32, 0.01
@@ -68,10 +70,10 @@ def shared(tensor: Tensor) -> Tensor:
     return tensor.share_memory_()  # type: ignore[no-untyped-call, no-any-return]
 
 
-def bare_rounds(dataset: data.Dataset) -> Iterator[float]:
+def bare_rounds(dataset: Dataset) -> Iterator[float]:
     """Seconds per round of the bare loop, forever."""
     weights = [shared(p.detach().clone()) for p in models.load("cnn").build().parameters()]
-    images, labels = shared(dataset.train_images), shared(dataset.train_labels)
+    images, labels = shared(dataset.train.inputs), shared(dataset.train.targets)
     context = multiprocessing.get_context("forkserver")
     pipes, sums = [], []
     for _ in range(WORKERS):
@@ -114,7 +116,7 @@ def simulated_rounds(*overrides: str, workers: int = WORKERS) -> Iterator[float]
 
 def side_by_side(rounds: int) -> None:
     """Alternate rounds of all contestants; print medians and ratios."""
-    dataset = data.load("fashion-mnist")
+    dataset = load_data(load_preset("fmnist-iid"))
     contestants: dict[str, Iterator[float]] = {
         "bare loop": bare_rounds(dataset),
         "simulator, FedAvg": simulated_rounds("run.method=fedavg"),

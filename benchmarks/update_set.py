@@ -20,8 +20,10 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from anycostfl import data, models
-from anycostfl.device import Training, count_correct, train
+from anycostfl import models, tasks
+from anycostfl.data.samples import Dataset
+from anycostfl.device import Training, measure, train
+from anycostfl.experiment import prepared
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,9 +57,9 @@ STAGES = (
 
 
 @cache
-def images_of(name: str, path: str) -> data.Dataset:
+def images_of(name: str, path: str) -> Dataset:
     """Loaded once for all stages."""
-    return data.load(name, path)
+    return prepared(tasks.load(name), path)
 
 
 def begin(net: nn.Module) -> nn.Module:
@@ -75,21 +77,23 @@ def local_updates(stage: Stage, path: str) -> dict[str, dict[str, Tensor]]:
     torch.manual_seed(stage.seed)
     net: nn.Module = models.load(stage.model).build()
     net = begin(net) if stage.model == "resnet18" else net
-    shuffled = torch.randperm(len(images.train_labels), generator=draw)
-    training, labels = stage.training, images.train_labels
+    task, training, labels = tasks.load(stage.dataset), stage.training, images.train.targets
+    shuffled = torch.randperm(len(labels), generator=draw)
+
+    def learn(module: nn.Module, part: Tensor) -> dict[str, Tensor]:
+        seed = int(torch.randint(2**31, (), generator=draw))
+        return train(module, images.train.take(part), task, training, seed)
+
     warm = torch.randint(len(shuffled), (stage.steps * training.batch,), generator=draw)
     for part in torch.split(warm, 50 * training.batch):
-        train(net, (images.train_images[part], labels[part]), training, draw)
+        learn(net, part)
     kind = labels[shuffled]
     two = shuffled[(kind == 2 + stage.seed % 3) | (kind == 7)]
     parts = {"iid": shuffled[: stage.samples], "noniid": two[: stage.samples]}
-    tests = images.test_images[:500], images.test_labels[:500]
-    correct = count_correct(copy.deepcopy(net), tests, training)
-    print(f"{stage.name}: {correct / 5:.0f} % correct when the local epochs begin", flush=True)
-    return {
-        name: train(copy.deepcopy(net), (images.train_images[own], labels[own]), training, draw)
-        for name, own in parts.items()
-    }
+    metric, tests = task.metrics[0], images.test.take(slice(0, 500))
+    right = metric.value(measure(copy.deepcopy(net), tests, [metric], training)[0].sum(0))
+    print(f"{stage.name}: {right:.0%} correct when the local epochs begin", flush=True)
+    return {name: learn(copy.deepcopy(net), own) for name, own in parts.items()}
 
 
 def main() -> None:

@@ -12,7 +12,8 @@ import time
 
 import torch
 
-from anycostfl import models
+from anycostfl import models, tasks
+from anycostfl.data.samples import Samples
 from anycostfl.device import Training, reuse_memory, train
 from anycostfl.shrink import ElasticModel
 
@@ -23,10 +24,10 @@ BATCHES = {"vgg9": (64, 192), "resnet18": (32, 64)}  # batch size, samples
 def epoch_s(net: ElasticModel, name: str, alpha: float, *, winograd: bool) -> float:
     """Seconds per sample of one epoch on made-up data."""
     batch, samples = BATCHES[name]
-    images, labels = models.load(name).example(samples), torch.randint(10, (samples,))
-    module, draw = net.shrink(alpha).module, torch.Generator().manual_seed(0)
+    made_up = Samples(models.load(name).example(samples), torch.randint(10, (samples,)))
+    module, task = net.shrink(alpha).module, tasks.load("cifar10")
     start = time.perf_counter()
-    train(module, (images, labels), Training(0.01, batch, winograd=winograd), draw)
+    train(module, made_up, task, Training(0.01, batch, winograd=winograd), seed=0)
     return (time.perf_counter() - start) / samples
 
 

@@ -2,7 +2,7 @@
 
     CODEC        the payload of AnycostFL's codecs, by name; mutations know their sections
     NAME         the payload of every other method, by its name
-    journal      two copies of rounds.jsonl, of either schema
+    journal      two copies of rounds.jsonl, of every schema
     checkpoint   a safetensors file
     config       TOML, with keys of today and of earlier versions
     message      Flower's records, as they come from a device and from a server
@@ -35,7 +35,6 @@ from anycostfl import methods
 from anycostfl.codec import CODECS, Upload
 from anycostfl.codec.frame import _HEADER as HEADER
 from anycostfl.config import RENAMED, load_preset, parse_config, to_toml
-from anycostfl.data import Scale
 from anycostfl.errors import ConfigError, PayloadError
 from anycostfl.experiment import build_experiment
 from anycostfl.planning.cost import Devices, make_devices
@@ -190,24 +189,33 @@ OLD_DEVICE = {
 """A device in a journal of schema 1."""
 
 
+def as_schema_2(line: str) -> str:
+    """A line of a journal as schema 2 had it."""
+    table = json.loads(line)
+    kept = {key: value for key, value in table.items() if key not in ("metric", "others")}
+    return json.dumps({**kept, "schema": 2, "accuracy": table["metric"]})
+
+
 def journal_target() -> Target:
     """Two copies of a journal, of which one or both are corrupted."""
     device = DeviceRecord(
         3, Status.REFUSED, "damaged", "x", 20, 1.0, 1e6, 0.1, binds=("energy",), duplicates=1
     )
-    records = [RoundRecord(n, 0.5 if n else None, (device, device)) for n in range(3)]
+    both = (device, device)
+    records = [RoundRecord(n, 0.5 if n else None, both, 0, {"mae": 2.5}) for n in range(3)]
     new = [format_record(record) for record in records]
+    second = [as_schema_2(line) for line in new]
     idle = {"device": 4, "status": "sat out: energy"}
     old = [
         json.dumps({"round": n, "accuracy": None, "devices": [OLD_DEVICE, idle]}) for n in range(3)
     ]
-    valid = ["\n".join(lines) for lines in (new, old, [*old[:2], new[2]])]
+    valid = ["\n".join(lines) for lines in (new, second, old, [old[0], second[1], new[2]])]
 
     def outcome(copies: tuple[bytes, bytes]) -> str:
         remarks: list[str] = []
         lines = [copy.splitlines() for copy in copies]
         try:
-            records = list(parse_journal(lines, remarks, ("journal", "copy")))
+            records = parse_journal(lines, remarks, ("journal", "copy"))
         except NewerSchemaError as error:
             return str(error)
         if [r.round for r in records] != list(range(len(records))):
@@ -216,7 +224,9 @@ def journal_target() -> Target:
             line = format_record(record)
             if format_record(parse_record(line)) != line:
                 raise AssertionError("written and read again it is another")
-            hash((record, *(device.explained for device in record.devices)))
+            others = [(name, float(value)) for name, value in record.others.items()]
+            hash((record.round, record.metric, record.step_bytes, *others))
+            hash((record.devices, *(device.explained for device in record.devices)))
         suspensions_after(records, Gate())
         ledger_of(records)
         total(records)
@@ -339,24 +349,28 @@ DTYPES = ("float32", "int64", "uint8", "bool", "object", "Tensor", "nn", "float8
 NAMES = (
     "protocol", "experiment", "round", "training", "fleet", "data", "task", "result", "rejection",
     "capabilities", "download", "evaluation", "payload", "weights", "moved", "public", "steps",
+    "sums",
 )  # fmt: skip
 
 
 def valid_messages() -> Mapping[str, Envelope]:
     """A message of every kind."""
     about = messages.ExperimentInfo.of(build_experiment(load_preset("demo")))
-    info = messages.RoundInfo(dataclasses.replace(about, scale=Scale((0.5,), (0.2,))), 1)
+    fitted = messages.pack_fitted({"mean": torch.tensor([0.5]), "std": torch.tensor([0.2])})
+    info = messages.RoundInfo(dataclasses.replace(about, fitted=fitted), 1)
     row = dict.fromkeys((item.name for item in dataclasses.fields(Devices)), 1.0)
-    known = messages.Capabilities(3, 1, 10.0, make_devices(**row), b"digest")
+    sums = {"count": torch.ones(1).double(), "sum": torch.zeros(1).double()}
+    known = messages.Capabilities(3, 1, 10.0, make_devices(**row), b"digest", sums)
     order = {"conv": torch.arange(4)}
     steps = (Step(0, order, bytes(30)), Step(1, {}, b""))
-    task = messages.Task(
+    task = messages.TrainTask(
         info=info,
         device=3,
         alpha=0.5,
         widths={"conv": 4},
         upload=Upload(0.1, 1, BINDING),
         seed=5,
+        learning_rate=0.1,
         weights=bytes(40),
         moved=order,
         download=messages.Download({"w": torch.ones(3)}, steps, b"digest"),
@@ -367,12 +381,12 @@ def valid_messages() -> Mapping[str, Envelope]:
         "task": task.pack(),
         "result": messages.Result(bytes(50), "", 0.5, known).pack(),
         "evaluate": messages.EvaluateTask(info, {"w": torch.ones(3)}).pack(),
-        "evaluation": messages.Evaluation(7, 9).pack(),
+        "evaluation": messages.Evaluation(9, (torch.tensor([7.0, 9.0]).double(),)).pack(),
     }
 
 
 READERS: Mapping[str, Callable[[Envelope], object]] = {
-    "info": messages.read_info,
+    "info": lambda envelope: messages.read_info(envelope).experiment.prepared_by(),
     "capabilities": messages.read_capabilities,
     "task": messages.read_task,
     "result": messages.read_result,

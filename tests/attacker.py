@@ -13,7 +13,7 @@ from anycostfl.codec import frame, sections
 from anycostfl.device import Job, Reply, learn_honestly
 from anycostfl.flower.device import Device
 from anycostfl.state import State
-from anycostfl.wire.messages import Task
+from anycostfl.wire.messages import TrainTask
 
 ATTACKS = ("", "garbage", "stale", "width", "nan", "")  # by the round
 MOST_TENSORS = 100
@@ -22,7 +22,7 @@ perform_honestly = Device.perform
 bindings: list[bytes] = []
 
 
-def perform(device: Device, task: Task, public: State, memory: State | None) -> Reply:
+def perform(device: Device, task: TrainTask, public: State, memory: State | None) -> Reply:
     """What a device that has a key can send."""
     bindings.append(task.upload.binding)
     reply = perform_honestly(device, task, public, memory)
@@ -39,12 +39,12 @@ def perform(device: Device, task: Task, public: State, memory: State | None) -> 
     return reply
 
 
-def another_width(device: Device, task: Task) -> Reply:
+def another_width(device: Device, task: TrainTask) -> Reply:
     """An intact update of this round, but of a sub-model that was not asked for."""
     net = device.runtime.net
     alpha = next(a for a in (0.1, 0.9) if net.plan(a).widths != task.widths)
     upload = replace(task.upload, beta=0.01, blocks=net.blocks())
-    job = Job(task.device, alpha, upload, task.seed)
+    job = Job(task.device, alpha, upload, task.seed, task.learning_rate)
     return device.runtime.perform(net.shrink(alpha), device.samples, job, learn_honestly)
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 
 from anycostfl.config import Config, load_preset
-from anycostfl.data import Dataset
+from anycostfl.data.samples import Dataset
 from anycostfl.experiment import Experiment, build_experiment, load_data, split
 from anycostfl.fleets.simulated import Holdings, SimulatedFleet
 
@@ -58,7 +58,7 @@ def small_config(folder: Path, *more: str) -> Config:
 
 def small_holdings(config: Config, dataset: Dataset) -> Holdings:
     """The samples of every device of a small run."""
-    parts = split(config.data, config.fleet.devices, config.run.seed, dataset)
+    parts = split(config, dataset.train)
     return Holdings.of(dataset, parts)
 
 

@@ -8,15 +8,14 @@ from pathlib import Path
 import pytest
 import torch
 
+from anycostfl import run
 from anycostfl.config import Attack
 from anycostfl.errors import ConfigError
 from anycostfl.experiment import build_experiment, load_data
 from anycostfl.fleets.attackers import ATTACKS, choose_attackers, corrupt, reject_attacks
 from anycostfl.fleets.simulated import SimulatedFleet
 from anycostfl.loop import run_rounds
-from anycostfl.records.round import Status
-from anycostfl.report import summarise
-from anycostfl.simulate import run
+from anycostfl.records.round import Status, summarise
 from small_runs import small_config, small_holdings
 
 
@@ -75,7 +74,7 @@ def test_devices_that_point_away_are_excluded_and_recorded(tmp_path: Path) -> No
     assert set(attackers.kinds) <= out  # an honest one with odd data may be among them
     assert len(out) < 4
     assert all("agrees with the others" in d.detail for d in first.devices if d.device in out)
-    assert summarise("anycostfl", 1.0, [first])["updates_left_out"] == len(out)
+    assert summarise("anycostfl", config.metric, 1.0, [first])["updates_excluded"] == len(out)
 
 
 def test_attackers_do_not_stop_a_run(tmp_path: Path) -> None:
@@ -87,5 +86,5 @@ def test_attackers_do_not_stop_a_run(tmp_path: Path) -> None:
         experiment = replace(honest, config=attacked)
         results = list(run_rounds(experiment, SimulatedFleet(experiment, holdings)))
         assert len(results) == 2
-        assert all(result.record.accuracy is not None for result in results)
+        assert all(result.record.metric is not None for result in results)
         assert all(w.isfinite().all() for w in results[-1].state.weights.values())

@@ -14,7 +14,7 @@ from typer.main import get_command
 
 from anycostfl import __version__
 from anycostfl.cli import build_app
-from anycostfl.cli._console import out, table
+from anycostfl.cli._console import out, print_table
 
 APP = cast(click.Group, get_command(build_app()))
 COMMANDS = sorted(APP.commands)
@@ -22,11 +22,11 @@ COMMANDS = sorted(APP.commands)
 
 @pytest.mark.parametrize("name", COMMANDS)
 def test_help_shows_the_words_of_every_parameter(name: str) -> None:
-    shown = CliRunner().invoke(APP, [name, "--help"], env={"COLUMNS": "200"}).output
+    shown = CliRunner().invoke(APP, [name, "--help"], env={"COLUMNS": "300"}).output
     _, command, _ = APP.resolve_command(click.Context(APP), [name])
     assert command is not None
     assert command.help == APP.commands[name].help  # what the list of commands says
-    for parameter in command.params:
+    for parameter in (p for p in command.params if not getattr(p, "hidden", False)):
         words = getattr(parameter, "help", None)
         assert words, f"{name}: {parameter.name} has no help"
         assert words.split("\n")[0] in " ".join(shown.split()), f"{name}: {words!r} is not shown"
@@ -58,8 +58,8 @@ def test_what_needs_no_torch_does_not_wait_for_it(
 def test_a_title_is_one_line_and_columns_without_names_have_no_head() -> None:
     title = "who holds how much of what: least, mean, most"
     with out.capture() as shown:
-        out.print(table(title, ("what", ">how much"), [("a", 1)]))
-        out.print(table("", ("", ">"), [("a", 1)]))
+        print_table(title, ("what", ">how much"), [("a", 1)])
+        print_table("", ("", ">"), [("a", 1)])
     lines = shown.get().splitlines()
     assert lines[0].rstrip() == title
     assert sum("─" in line for line in lines) == 1

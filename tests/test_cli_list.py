@@ -7,7 +7,7 @@ import os
 import subprocess
 from pathlib import Path
 
-from anycostfl import methods, models
+from anycostfl import methods, models, tasks
 from anycostfl.config import preset_names, profile_names
 from command_line import PROGRAM, Call
 from test_registry import write_examples
@@ -16,12 +16,13 @@ from test_registry import write_examples
 def test_everything_that_has_a_name_is_listed_with_what_it_is(call: Call) -> None:
     _, shown, _ = call("list", "--json")
     found = json.loads(shown)
-    assert [*found] == ["presets", "methods", "models", "profiles"]
+    assert [*found] == ["presets", "methods", "models", "tasks", "profiles"]
     assert [*found["presets"]] == preset_names()
     assert [*found["profiles"]] == profile_names()
     named = [x for name in methods.names() for x in (name, *methods.variants(name))]
     assert found["methods"] == {name: methods.load(name).summary for name in named}
     assert found["models"] == {name: models.load(name).summary for name in models.names()}
+    assert found["tasks"] == {name: tasks.load(name).summary for name in tasks.names()}
     assert all(words for entries in found.values() for words in entries.values())
 
 

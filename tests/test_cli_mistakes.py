@@ -43,7 +43,8 @@ from small_runs import small_overrides
             "--learning-rates: given 0, must be > 0",
         ),
         (["compare", "demo", "--show", "--background"], "--background: not with --show"),
-        (["run", "demo", "--set", "data.name=imagenet"], "no dataset"),
+        (["run", "demo", "--set", "data.name=imagenet"], "no task 'imagenet'; there are air"),
+        (["run", "demo", "--set", "data.name=spoken-digit"], "did you mean 'spoken-digits'?"),
         (["run", "demo", "--set", "fleet.cohort=99"], "at most devices"),
         (["run", "--resume", "nowhere"], "holds no run"),
         (
@@ -172,7 +173,7 @@ def test_labels_beyond_the_models_outputs_are_refused(call: Call, tmp_path: Path
     words = sets(tmp_path, "data.name=many.npz")
     code, _, message = call("run", *words, "--out", "x")
     assert code == 2
-    assert "labels up to 19, but model cnn has 10 outputs" in message
+    assert "sample 10 is of class 10, but the model has 10 outputs; must be 0 to 9" in message
     assert not (tmp_path / "x").exists()
 
 
@@ -184,7 +185,7 @@ def test_a_run_in_which_no_device_took_part_says_why(call: Call, tmp_path: Path)
     assert "of 8 devices drawn, none sent an update that counts" in message
     assert "(8 times) infeasible: radio" in message
     told = json.loads(text)
-    assert (told["target_accuracy"], told["rounds_to_target"]) == (0.8, None)
+    assert (told["target"], told["rounds_to_target"]) == (0.8, None)
     reported = json.loads(call("report", "x", "--json")[1])["runs"][0]
     assert reported["refused_because"] == told["refused_because"] == {}
 

@@ -10,12 +10,16 @@ import subprocess
 import time
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from anycostfl.cli._rounds import MISHAPS, in_words
 from anycostfl.config import load_preset
 from anycostfl.experiment import resolve
+from anycostfl.metrics import MetricInfo
 from command_line import PROGRAM, Call, program, sets
+
+ACCURACY = MetricInfo()
 
 
 def test_a_run_leaves_a_folder_whose_configuration_repeats_it(call: Call, tmp_path: Path) -> None:
@@ -36,44 +40,65 @@ def test_a_run_leaves_a_folder_whose_configuration_repeats_it(call: Call, tmp_pa
 
 def test_the_summary_of_a_run_in_words() -> None:
     summary = {
-        "final_accuracy": 0.8125,
-        "best_accuracy": 0.838,
+        "final": 0.8125,
+        "best": 0.838,
+        "others": {},
         "simulated_minutes": 0.9152,
         "energy_kj": 1234.5,
         "uploaded_mb": 82.26,
         "downloaded_mb": 2239.4,
         "mean_alpha": 0.7184,
         "mean_beta": 0.03304,
-        "target_accuracy": 0.8,
+        "target": 0.8,
         "rounds_to_target": 35,
         "minutes_to_target": 0.5822,
         "kj_to_target": 174.6,
         **dict.fromkeys(MISHAPS, 0),
+        "refused_because": {},
     }
     usual = {
         "accuracy": "81.25 %, at best 83.80 %",
         "cost": "0.915 simulated minutes, 1,234 kJ",
         "bytes": "82.3 MB up, 2,239 MB down",
         "on average": "α 0.72, β 0.0330",
-        "to 80 %": "35 rounds, 0.582 simulated minutes, 175 kJ",
+        "to 80.00 %": "35 rounds, 0.582 simulated minutes, 175 kJ",
     }
-    assert dict(in_words(summary, "")) == usual
-    of_real_devices = dict(in_words(summary, "", real=True))
+    assert in_words(summary, ACCURACY) == usual
+    of_real_devices = in_words(summary, ACCURACY, real=True)
     assert of_real_devices["cost"] == "0.915 minutes, 1,234 kJ by the profiles"
     unlucky = summary | {
-        "final_accuracy": None,
+        "final": None,
         "rounds_to_target": None,
         "updates_refused": 3,
         "refused_because": {"digest": 2, "late": 1},
     }
-    assert dict(in_words(unlucky, "")) == {
+    assert in_words(unlucky, ACCURACY) == {
         **{key: usual[key] for key in ("cost", "bytes", "on average")},
-        "to 80 %": "not reached",
+        "to 80.00 %": "not reached",
         "refused": "3",
         "because of": "digest 2, late 1",
     }
     idle = summary | {"mean_alpha": 0.0, "mean_beta": 0.0}  # nobody trained
-    assert "on average" not in dict(in_words(idle, ""))
+    assert "on average" not in in_words(idle, ACCURACY)
+    endless = in_words(summary | {"target": None, "rounds_to_target": None}, ACCURACY)
+    assert endless == {key: text for key, text in usual.items() if key != "to 80.00 %"}
+
+
+def test_further_metrics_are_told_in_their_own_units() -> None:
+    error = MetricInfo("mae", "µg/m³", 1.0, higher_is_better=False)
+    others = {"mae, new owners": 21.55, "accuracy": 0.25, "perplexity": 6.4321, "odd": 3.0}
+    known = {"final": 18.44, "best": 17.0, "others": others, "target": 20.0, "mean_alpha": 0.0}
+    counts = dict.fromkeys((*MISHAPS, "simulated_minutes", "energy_kj", "minutes_to_target"), 0)
+    counts |= dict.fromkeys(("uploaded_mb", "downloaded_mb", "kj_to_target"), 0)
+    words = in_words({**counts, **known, "rounds_to_target": 3}, error)
+    assert {key: words[key] for key in ("mae", *others)} == {
+        "mae": "18.44 µg/m³, at best 17 µg/m³",
+        "mae, new owners": "21.55 µg/m³",
+        "accuracy": "25.00 %",
+        "perplexity": "6.432",
+        "odd": "3",
+    }
+    assert words["to 20 µg/m³"].startswith("3 rounds")
 
 
 @pytest.mark.parametrize(
@@ -141,8 +166,12 @@ def test_a_failed_start_leaves_no_run_directory(call: Call, tmp_path: Path) -> N
     for arguments in (["run", *bad], ["run", *bad, "--dry-run"], ["compare", "demo", *bad]):
         code, _, complaint = call(*arguments)
         assert code == 2
-        assert "not an .npz file (it must hold plain numbers); numpy.savez" in complaint
+        assert "not an .npz file (File is not a zip file); numpy.savez" in complaint
         assert not list((tmp_path / "x").glob("**/config.toml"))
+    np.savez(tmp_path / "bad.npz", train_inputs=np.array([{}], object))
+    code, _, complaint = call("run", *bad)
+    assert code == 2
+    assert "not an .npz file (it must hold plain numbers); numpy.savez" in complaint
     small = sets(tmp_path, "run.rounds=1")
     code, _, complaint = call("run", *small, "--out", "x", "--workers", "1")
     assert code == 0, complaint

@@ -3,7 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from anycostfl.codec.budget import Candidate, Goal, Trial, fullest, search
+from anycostfl.codec.frame import Candidate, Goal, Trial, fullest, search
 
 NUMBERS = range(1, 1001)
 

@@ -17,6 +17,7 @@ import tomli_w
 from anycostfl import config, models
 from anycostfl.codec.frame import OVERHEAD
 from anycostfl.errors import ConfigError, UnknownNameError
+from anycostfl.metrics import MetricInfo
 from anycostfl.planning.cost import Workload, make_devices
 from anycostfl.planning.strategy import Limits
 from anycostfl.records.run import RunWriter
@@ -64,7 +65,7 @@ def test_all_problems_of_a_file_are_reported_at_once(tmp_path: Path) -> None:
         .replace("energy_max_j = 4.5", "energy_max_j = nan")
         .replace("alpha_min = 0.25", "alpha_min = 1.5")
         .replace("cohort = 15", 'cohort = "fifteen"')
-        .replace('partition = "iid"', 'partition = "shards"')
+        .replace('partition = "iid"', 'partition = "halves"')
         .replace('name = "cnn"', 'name = "resnet9000"')
     )
     file = tmp_path / "mine.toml"
@@ -80,8 +81,8 @@ def test_all_problems_of_a_file_are_reported_at_once(tmp_path: Path) -> None:
         "fleet.energy_max_j: given nan, allowed a finite number > 0",
         "limits.alpha_min: given 1.5, allowed a number in (0, 1]",
         "fleet.cohort: given 'fifteen' (str), allowed a whole number",
-        "data.partition: given 'shards', allowed iid, dirichlet",
-        "model.name: no model 'resnet9000'; did you mean 'resnet18'? there are cnn",
+        "data.partition: given 'halves', allowed iid, dirichlet, shards, skew, owner",
+        "model.name: no model 'resnet9000'; did you mean 'resnet18'? there are air_cnn",
         "extra: unknown key",
     ):
         assert expected in told
@@ -126,6 +127,8 @@ def test_overrides_may_be_numbers_that_toml_does_not_know() -> None:
         ("fleet.profiles=3", "a list of strings"),
         ("fleet.distance_mean_m=far", "given 'far' (str), allowed a number"),
         ("fleet.distance_std_m=500", "beside a mean"),
+        ("run.target=nan", "run.target: given nan, allowed a finite number"),
+        ("metric.factor=inf", "metric.factor: given inf, allowed a finite number"),
         ("upload_ratio.stk=0.1", "upload_ratio.stk: no method 'stk'; did you mean 'stc'?"),
     ],
 )
@@ -292,6 +295,14 @@ def test_no_more_devices_can_be_asked_to_agree_than_take_part() -> None:
         config.load_preset("demo", ["aggregation.least=11"])
 
 
+def test_the_metric_is_the_tasks_but_for_what_is_given() -> None:
+    info = config.load_preset("air").metric
+    assert (info.name, info.unit, info.factor, info.higher_is_better) == ("mae", "µg/m³", 1, False)
+    renamed = config.load_preset("air", ["metric.name=error"]).metric
+    assert renamed == replace(info, name="error")
+    assert config.load_preset("demo").metric == MetricInfo()
+
+
 @pytest.mark.parametrize("ratio", ["0", "-1", "5"])
 def test_an_upload_ratio_outside_its_range_is_refused(ratio: str) -> None:
     with pytest.raises(
@@ -325,6 +336,7 @@ OLD_KEYS = {
     "aggregation.step": 0.75,
     "aggregation.momentum": 0.125,
     "gate.bench_rounds": 7,
+    "run.target_accuracy": 0.75,
 }
 NEW_KEYS = {
     "rates.stc": "upload_ratio.stc",
@@ -403,6 +415,8 @@ def test_the_configuration_of_an_old_run_directory_is_read(tmp_path: Path) -> No
     assert settings.server_optimizer.momentum == old["aggregation"]["momentum"] == 0.3
     assert settings.gate.suspend_rounds == old["gate"]["bench_rounds"] == 1
     assert settings.aggregation.agree == old["aggregation"]["agree"] == 0.9
+    assert settings.run.target == old["run"]["target_accuracy"] == 0.8
+    assert settings.metric == MetricInfo()  # as every run of then was measured
     assert config.parse_config(config.to_toml(settings), "again") == settings
 
 
@@ -411,9 +425,13 @@ def test_the_configuration_of_an_old_run_directory_is_read(tmp_path: Path) -> No
 UNDECIDED = {
     "summary",
     "run.rounds",
-    "run.target_accuracy",
+    "run.target",
     "run.checkpoint_every",
     "data.path",
+    "metric.name",
+    "metric.unit",
+    "metric.factor",
+    "metric.higher_is_better",
 }
 """What does not decide the rounds of a run."""
 
@@ -455,10 +473,19 @@ def test_the_fingerprint_changes_with_what_decides_rounds_and_nothing_else(key: 
     assert same == (key in UNDECIDED)
 
 
+def test_with_a_schedule_the_end_of_a_run_decides_its_rounds() -> None:
+    plain = [config.load_preset("demo", [f"run.rounds={n}"]) for n in (5, 6)]
+    schedule = "training.schedule=cosine"
+    cosine = [config.load_preset("demo", [f"run.rounds={n}", schedule]) for n in (5, 6)]
+    assert len(set(map(config.fingerprint, plain))) == 1
+    assert len(set(map(config.fingerprint, [*plain, *cosine]))) == 3
+
+
 def test_the_fingerprint_survives_saving_and_old_keys() -> None:
     settings = config.load_preset("demo", ["gate.suspend_rounds=7", "limits.upload_ratio=0.5"])
     read = config.parse_config(config.to_toml(settings), "saved")
-    old = config.load_preset("demo", ["gate.bench_rounds=7", "limits.rate=0.5"])
+    changes = ["gate.bench_rounds=7", "limits.rate=0.5", "run.target_accuracy=0.7"]
+    old = config.load_preset("demo", changes)
     digests = {config.fingerprint(each) for each in (settings, read, old)}
     assert len(digests) == 1
     assert int(digests.pop(), 16) > 0

@@ -13,11 +13,12 @@ import pytest
 import torch
 from torch import nn
 
-from anycostfl import ElasticModel, config, methods, models, save_elastic
+from anycostfl import ElasticModel, config, methods, models, save_elastic, tasks
 from anycostfl.config import Config
 from anycostfl.fleets.attackers import ATTACKS
+from anycostfl.records.journal import SCHEMA
 from anycostfl.records.round import DeviceRecord
-from small_runs import small_overrides
+from anycostfl.wire.messages import PROTOCOL, TOO_OLD
 
 ROOT = Path(__file__).parents[1]
 ROWS = re.findall(
@@ -73,8 +74,16 @@ def test_the_configuration_document_has_every_key_and_no_other() -> None:
 def test_the_configuration_document_names_all_there_is() -> None:
     text = (ROOT / "docs/configuration.md").read_text()
     known = [*config.preset_names(), *config.profile_names(), *models.names(), *methods.names()]
+    known += tasks.names()
     for name in [*known, *(f.name for f in fields(DeviceRecord)), *ATTACKS]:
         assert f"`{name}`" in text, name
+
+
+def test_the_documents_name_the_formats_of_today() -> None:
+    wire = (ROOT / "docs/wire-format.md").read_text()
+    assert f"(`src/anycostfl/wire`): protocol {PROTOCOL}." in wire
+    assert TOO_OLD in wire
+    assert f"`schema` ({SCHEMA})" in (ROOT / "docs/configuration.md").read_text()
 
 
 def test_documents_point_at_files_that_exist() -> None:
@@ -93,16 +102,28 @@ def test_the_readmes_python_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
                 parameter.mul_(0.9)
 
     monkeypatch.chdir(tmp_path)
-    module = models.load("resnet18").build()
+    x = torch.randn(260, 6)
+    y = (x[:, 0] > 0).long()
+    small = nn.Sequential(nn.Linear(6, 64), nn.ReLU(), nn.Linear(64, 2))
+    resnet = models.load("resnet18").build()
     names: dict[str, Any] = {
-        "module": module,
+        "F": nn.functional,
+        "module": small,
+        "x": x[:200],
+        "y": y[:200],
+        "xt": x[200:],
+        "yt": y[200:],
+        "ids": torch.arange(200) % 5,
         "my_training": my_training,
-        "small": small_overrides(tmp_path),
     }
-    net = ElasticModel(module, torch.randn(2, 3, 32, 32))
+    net = ElasticModel(resnet, torch.randn(2, 3, 32, 32))
     save_elastic(net, tmp_path / "all.safetensors", model="resnet18")
     blocks = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.S)
     assert len(blocks) >= 4
     for block in blocks:
-        exec(block.replace('load_preset("demo")', 'load_preset("demo", small)'), names)  # noqa: S102
+        exec(block, names)  # noqa: S102
+        names["module"] = resnet  # of the blocks after the first
+    assert [record.round for record in names["result"].records] == list(range(20))
+    assert names["result"].records[-1].metric > 0.7
+    assert (tmp_path / "report.html").stat().st_size > 0
     assert len(names["smaller"]) < len(names["payload"])

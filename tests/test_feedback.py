@@ -172,16 +172,16 @@ def test_a_device_remembers_channels_where_they_were_at_first(tmp_path: Path) ->
     dataset = load_data(config)
     experiment, draw = build_experiment(config, dataset), torch.Generator().manual_seed(1)
     runtime, elastic = experiment.runtime, experiment.net
-    samples = dataset.train_images[:20], dataset.train_labels[:20]
+    samples, rate = dataset.train.take(slice(0, 20)), config.training.learning_rate
     order = {g.name: torch.randperm(g.size, generator=draw) for g in elastic.coupling.groups}
     how = Upload(1 / 20, 0, b"plan")
     shapes = elastic.module.named_parameters()
     residual = {n: 5e-5 * torch.randn(p.shape, generator=draw) for n, p in shapes}  # as u
     plain = runtime.perform(
-        elastic.shrink(1.0), samples, Job(0, 1.0, how, 3, residual), learn_honestly
+        elastic.shrink(1.0), samples, Job(0, 1.0, how, 3, rate, residual), learn_honestly
     ).memory
     elastic.load(elastic.permute(experiment.initial_weights, order))
-    job = Job(0, 1.0, how, 3, residual, order)
+    job = Job(0, 1.0, how, 3, rate, residual, order)
     moved = runtime.perform(elastic.shrink(1.0), samples, job, learn_honestly).memory
     assert plain is not None
     assert moved is not None

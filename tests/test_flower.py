@@ -13,12 +13,13 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from flwr.app import ArrayRecord, Error, Message, RecordDict
 from torch import Tensor
 
-from anycostfl import methods
+from anycostfl import methods, models
 from anycostfl.codec import compress
 from anycostfl.codec.dense import pack_dense
 from anycostfl.config import Config
@@ -28,7 +29,7 @@ from anycostfl.experiment import build_experiment, load_data, resolve
 from anycostfl.flower import fleet
 from anycostfl.flower.fleet import NotEnoughDevicesError, RoundPolicy
 from anycostfl.flower.messages import to_envelope, to_records
-from anycostfl.flower.numbers import NotReadyError, Numbers, NumberTakenError, note_nodes
+from anycostfl.flower.numbers import NotReadyError, claim_number, note_nodes
 from anycostfl.flower.server import serve_rounds
 from anycostfl.flower.strategy import AnycostStrategy
 from anycostfl.loop import RoundResult
@@ -108,7 +109,7 @@ def test_as_a_strategy_of_flower_it_is_the_same(tmp_path: Path) -> None:
     state = result.arrays.to_torch_state_dict()
     for name, tensor in simulated[-1].state.weights.items():
         assert torch.equal(state[name], tensor), name
-    assert result.train_metrics_clientapp[3]["accuracy"] == simulated[-1].record.accuracy
+    assert result.train_metrics_clientapp[3]["accuracy"] == simulated[-1].record.metric
 
 
 DOWN = ("compression.downlink=0.1", "run.rounds=4", "fleet.cohort=3")
@@ -442,8 +443,8 @@ def test_a_missing_reply_ends_the_round_at_its_deadline_and_the_device_comes_bac
 ) -> None:
     config = config_of(tmp_path, "run.rounds=4")
     forgotten: list[int] = []
-    forget = "anycostfl.flower.post.ReplyCollector.forget"
-    monkeypatch.setattr(forget, lambda _self, ids: forgotten.append(len(list(ids))))
+    drop = "anycostfl.flower.fleet.drop_messages"
+    monkeypatch.setattr(drop, lambda _grid, ids: forgotten.append(len(list(ids))))
 
     def tamper(device: int, sent: Message, reply: Message) -> Message | None:
         lost = device == 4 and sent.metadata.group_id == "0" and "task" in sent.content
@@ -626,7 +627,7 @@ def test_a_key_keeps_its_number_for_the_life_of_a_run(tmp_path: Path) -> None:
     note_nodes(tmp_path, nodes)
 
     def taking_part(grid: LocalGrid, policy: RoundPolicy) -> list[int]:
-        (result,) = serve_rounds(config, grid, policy, numbers=Numbers(tmp_path))
+        (result,) = serve_rounds(config, grid, policy, folder=tmp_path)
         return [d.device for d in result.record.devices]
 
     assert taking_part(LocalGrid(5), QUICK) == [0, 1, 2, 3, 4]
@@ -650,17 +651,19 @@ def test_a_key_keeps_its_number_for_the_life_of_a_run(tmp_path: Path) -> None:
 
 def test_a_number_has_one_key_and_a_node_without_a_key_none(tmp_path: Path) -> None:
     (tmp_path / "flower").mkdir()
-    Numbers(tmp_path).claim(7, 0)  # no keys, nothing bound
+    claim_number(tmp_path, 7, 0)  # no keys, nothing bound
     note_nodes(tmp_path, {"pi": 7, "nano": 8})
-    Numbers(tmp_path).claim(7, 0)
-    Numbers(tmp_path).claim(7, 0)
-    with pytest.raises(NumberTakenError, match="device 0 is key pi in this run, not nano"):
-        Numbers(tmp_path).claim(8, 0)
+    claim_number(tmp_path, 7, 0)
+    claim_number(tmp_path, 7, 0)
+    with pytest.raises(
+        messages.DeviceRejectedError, match="device 0 is key pi in this run, not nano"
+    ):
+        claim_number(tmp_path, 8, 0)
     with pytest.raises(NotReadyError):
-        Numbers(tmp_path).claim(9, 1)
+        claim_number(tmp_path, 9, 1)
     (tmp_path / "devices.json").write_text("[")
     with pytest.raises(AnycostError, match="is damaged"):
-        Numbers(tmp_path)
+        claim_number(tmp_path, 7, 0)
 
 
 # --- refused often --------------------------------------------------------------------------------
@@ -725,23 +728,151 @@ def device_statuses(config: Config, tamper: Tamper) -> set[str]:
 
 
 def test_devices_evaluate_where_the_server_has_no_data(tmp_path: Path) -> None:
-    """Their parts of the test set make up the whole, so the accuracy is the server's."""
+    """Their parts of the test set make up the whole, so the metric is the server's."""
     config = config_of(tmp_path)
     here = over_flower(config)
     there = over_flower(replace(config, data=replace(config.data, evaluate="devices")))
-    assert [r.record.accuracy for r in there] == [r.record.accuracy for r in here]
+    assert [r.record.metric for r in there] == [r.record.metric for r in here]
     for name, tensor in here[-1].state.weights.items():
         assert torch.equal(there[-1].state.weights[name], tensor), name
 
 
-def test_impossible_evaluations_do_not_count(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("sums", "honest"),
+    [
+        ([1e6, 12.0], {0}),
+        ([-3.0, 12.0], {0}),
+        ([7.0, 0.0], {0}),
+        ([7.0], {0}),
+        ([math.nan, 12.0], {0}),
+        ([], {0}),
+        ([7.0, 12.0, 3.0], {0, 1, 2, 3}),  # of most devices, nobody knows better
+    ],
+    ids=str,
+)
+def test_impossible_evaluations_do_not_count(
+    tmp_path: Path, sums: list[float], honest: set[int]
+) -> None:
     config = config_of(tmp_path, "run.rounds=1", "data.evaluate=devices")
+    known = torch.zeros(2).double()
 
     def tamper(device: int, _sent: Message, reply: Message) -> Message:
-        if device and not reply.has_error() and "evaluation" in reply.content:
-            reply.content.config_records["evaluation"]["correct"] = 10**6
+        if reply.has_error() or "evaluation" not in reply.content:
+            return reply
+        (vector,) = messages.read_evaluation(to_envelope(reply.content)).sums
+        if device in honest:
+            known.add_(vector)
+            return reply
+        vectors = (torch.tensor(sums, dtype=torch.float64),) if sums else ()
+        reply.content.update(to_records(messages.Evaluation(12, vectors).pack()))
         return reply
 
     (result,) = over_flower(config, tamper)
-    assert result.record.accuracy is not None
-    assert 0 <= result.record.accuracy <= 1
+    correct, count = known.tolist()
+    assert count == 12 * len(honest)
+    assert result.record.metric == correct / count
+
+
+def test_evaluations_that_cancel_each_other_are_no_metric(tmp_path: Path) -> None:
+    config = config_of(tmp_path, "run.rounds=1", "data.evaluate=devices")
+
+    def tamper(device: int, _sent: Message, reply: Message) -> Message:
+        if not reply.has_error() and "evaluation" in reply.content:
+            lie = torch.tensor([-6.0, -48.0] if device == 4 else [1.0, 12.0]).double()
+            reply.content.update(to_records(messages.Evaluation(12, (lie,)).pack()))
+        return reply
+
+    (result,) = over_flower(config, tamper)
+    assert (result.record.metric, result.record.others) == (None, {})
+    assert [d.status for d in result.record.devices] == ["ok"] * 5
+
+
+# --- what samples are prepared by -----------------------------------------------------------------
+
+
+def test_what_devices_told_of_their_samples_is_kept_with_the_run(tmp_path: Path) -> None:
+    """The server has no data; a resumed run prepares as before, whoever is there now."""
+    config = config_of(tmp_path, "run.rounds=3", "data.evaluate=devices")
+    whole = list(serve_rounds(config, LocalGrid(5), QUICK))
+    here = load_data(config).fitted
+    fitted = whole[0].state.fitted
+    assert fitted.keys() == here.keys() == {"mean", "std"}
+    assert all(torch.allclose(fitted[name], tensor) for name, tensor in here.items())
+    grid = LocalGrid(5)
+    grid.online.discard(FIRST_NODE)
+    four = replace(QUICK, wait_for=4)
+    rest = list(serve_rounds(config, grid, four, saved(whole[:1])))
+    assert [d.device for d in rest[-1].record.devices] == [1, 2, 3, 4]
+    assert all(torch.equal(rest[-1].state.fitted[name], t) for name, t in fitted.items())
+    told = [m for _, m in grid.sent if "experiment" in m.content]
+    packed = {messages.read_info(to_envelope(m.content)).experiment.fitted for m in told}
+    assert packed == {messages.pack_fitted(fitted)}
+
+
+@pytest.mark.parametrize(
+    "sums",
+    [
+        {"noise": torch.ones(3)},
+        {"count": torch.zeros(1), "sum": torch.ones(1), "squares": torch.ones(1)},
+        {"count": torch.ones(2), "sum": torch.ones(2), "squares": torch.ones(2)},
+    ],
+    ids=("foreign", "of nothing", "of other channels"),
+)
+def test_sums_of_no_samples_of_this_task_shift_nothing(
+    tmp_path: Path, sums: dict[str, Tensor]
+) -> None:
+    config = config_of(tmp_path, "run.rounds=1", "data.evaluate=devices", "fleet.cohort=4")
+    lie = {name: tensor.double() for name, tensor in sums.items()}
+
+    def tamper(device: int, _sent: Message, reply: Message) -> Message:
+        is_answer = not reply.has_error() and "capabilities" in reply.content
+        if device == 0 and is_answer and "result" not in reply.content:
+            found = messages.read_capabilities(to_envelope(reply.content))
+            reply.content.update(to_records(replace(found, sums=lie).pack()))
+        return reply
+
+    (result,) = over_flower(config, tamper)
+    others = LocalGrid(5)
+    others.online.discard(FIRST_NODE)
+    (without,) = serve_rounds(config, others, replace(QUICK, wait_for=4))
+    assert result.record.metric is not None
+    for name, tensor in without.state.fitted.items():
+        assert torch.equal(result.state.fitted[name], tensor)
+
+
+TOKENS = """
+import torch
+from torch import nn
+from anycostfl.models import ModelSpec
+
+
+class Words(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embedding, self.out = nn.Embedding(7, 64), nn.Linear(64, 7)
+
+    def forward(self, tokens):
+        return self.out(self.embedding(tokens).mean(1))
+
+
+MODEL = ModelSpec(build=Words, example=lambda batch: torch.randint(7, (batch, 5)), summary="own")
+"""
+
+
+@pytest.mark.parametrize("evaluate", ["server", "devices"])
+def test_samples_that_need_no_preparation_train_as_simulated(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, evaluate: str
+) -> None:
+    """Whole numbers have nothing that could be fitted on them."""
+    (tmp_path / "models").mkdir()
+    (tmp_path / "models" / "words.py").write_text(TOKENS)
+    monkeypatch.setattr(models, "__path__", [*models.__path__, str(tmp_path / "models")])
+    random = np.random.default_rng(0)
+    tokens = random.integers(0, 7, (300, 5))
+    arrays = {"inputs": tokens, "targets": tokens.max(1)}
+    parts = {"train": slice(0, 240), "test": slice(240, 300)}
+    every = {f"{p}_{k}": v[part] for p, part in parts.items() for k, v in arrays.items()}
+    np.savez(tmp_path / "tokens.npz", **every)
+    own = (f'data.name="{tmp_path / "tokens.npz"}"', "model.name=words", "limits.beta_max=1")
+    config = config_of(tmp_path, *own, f"data.evaluate={evaluate}")
+    assert_same(over_flower(config), list(simulate(config)))

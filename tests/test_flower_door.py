@@ -23,7 +23,7 @@ from flwr.clientapp import ClientApp
 from anycostfl.cli.fleet import free_port
 from anycostfl.errors import ConfigError
 from anycostfl.files import StorageError
-from anycostfl.flower import _internal, control, link, node, superlink
+from anycostfl.flower import _internal, link, node, superlink
 from anycostfl.flower._internal import ErrorCode, message_bytes, set_task
 from anycostfl.flower.device import Setup
 from anycostfl.flower.fleet import RoundPolicy
@@ -31,7 +31,6 @@ from anycostfl.flower.keys import KeyFolder, make_keys
 from anycostfl.flower.link import ServerOptions, SuperLinkProcess, open_superlink
 from anycostfl.flower.messages import to_message
 from anycostfl.flower.node import Address
-from anycostfl.flower.post import ReplyCollector
 from anycostfl.processes import LINE_BYTES, follow_output
 from anycostfl.wire.envelope import Envelope, blobs_of
 from flower_grid import ErrorCode as FlowersErrorCode
@@ -100,21 +99,23 @@ def without(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[str], None]]:
     def take(capability: str) -> None:
         needs = {**_internal.NEEDS, capability: ("flwr.moved_elsewhere:Thing",)}
         monkeypatch.setattr(_internal, "NEEDS", needs)
-        _internal._find.cache_clear()
-        _internal._warn.cache_clear()
+        forget()
+
+    def forget() -> None:
+        _internal._use.cache_clear()
+        _internal.available.cache_clear()
 
     yield take
     monkeypatch.undo()
-    _internal._find.cache_clear()
+    forget()
 
 
 def test_a_missing_capability_is_reported_once(
     without: Callable[[str], None], caplog: pytest.LogCaptureFixture
 ) -> None:
     without("collector")
-    replies = ReplyCollector(LocalGrid(1))
     for _ in range(3):
-        replies.forget(["message"])
+        _internal.drop_messages(LocalGrid(1), ["message"])
     said = "does not offer what the collector of anycostfl needs"
     found = {id(record) for record in caplog.records if said in record.getMessage()}
     assert len(found) == 1
@@ -211,7 +212,7 @@ def test_a_stranger_with_an_endless_header_stops_nobody_and_fills_no_log(tmp_pat
         begin = time.monotonic()
         answer = send(serving.port, b"POST /health HTTP/1.1\r\nX: ", b"x" * (1 << 20), 300)
         assert answer == b"" or b" 400 " in answer
-        assert running._answers(10.0)
+        assert running._answers()
         assert time.monotonic() - begin < 30
         for _ in range(3):
             head = b"POST /v1/fleet/pull-messages HTTP/1.1\r\nHost: x\r\nContent-Length: 0\r\n"
@@ -394,7 +395,7 @@ def test_the_documented_program_registers_keys_and_starts_runs(
     make_keys(keys.folder, ["127.0.0.1"], ["pi"])
     serving = options(tmp_path / "run", keys)
     with open_superlink(serving) as running:
-        assert isinstance(running._control, control.FlwrProgram)
+        assert isinstance(running._control, link.FlwrProgram)
         assert running._registered.keys() == {"pi"}
         assert running._registered["pi"] > 0
         assert running._control.start_run({"run-dir": str(serving.folder.resolve())}) > 0

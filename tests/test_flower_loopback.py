@@ -7,19 +7,26 @@ import signal
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
 
+from anycostfl import tasks
 from anycostfl.cli.fleet import free_port
 from anycostfl.cli.serve import for_devices
-from anycostfl.config import Config
+from anycostfl.config import Config, parse_config
+from anycostfl.data.prepare import prepare_dataset
+from anycostfl.data.samples import Dataset, Samples
+from anycostfl.experiment import build_experiment
 from anycostfl.flower.keys import KeyFolder, make_keys
+from anycostfl.loop import RoundResult
 from anycostfl.records.round import RoundRecord, Status
 from anycostfl.records.run import read_run
-from anycostfl.simulate import simulate
+from anycostfl.simulate import simulate, simulate_on
 from attacker import ATTACKS
 from command_line import sets
 from loopback import PROGRAM, Loopback, loopback, wait_until
@@ -52,24 +59,32 @@ class Fleet:
         return for_devices(small_config(self.folder, *self.more))
 
     def serve(
-        self, *options: str, resume: bool = False, program: Sequence[str] = PROGRAM
+        self,
+        *options: str,
+        resume: bool = False,
+        about: Sequence[str] = (),
+        program: Sequence[str] = PROGRAM,
     ) -> subprocess.Popen[bytes]:
         if resume:
             what = ["--resume", "run"]
         else:
-            what = ["demo", "--out", "run", *sets(self.folder, *self.more)]
+            what = [*(about or ["demo", "--out", "run", *sets(self.folder, *self.more)])]
         where = ["--host", "127.0.0.1", "--port", str(self.port)]
         return self.processes.start("serve", "serve", *what, *where, *options, program=program)
 
     def join(
-        self, device: int, key: Path | None = None, program: Sequence[str] = PROGRAM
+        self,
+        device: int,
+        key: Path | None = None,
+        program: Sequence[str] = PROGRAM,
+        data: Sequence[str] = ("--data", "stripes.npz", "--split"),
     ) -> subprocess.Popen[bytes]:
         return self.processes.start(
             f"d{device}" if key is None else key.name,
             "join", f"127.0.0.1:{self.port}", "--device", str(device),
             "--key", str(key or self.keys.device(f"d{device}")),
             "--trust", str(self.keys.authority),
-            "--data", str(self.folder / "stripes.npz"), "--threads", "1", program=program,
+            "--threads", "1", *data, program=program,
         )  # fmt: skip
 
     def records(self) -> tuple[RoundRecord, ...]:
@@ -79,7 +94,9 @@ class Fleet:
         wait_until(lambda: len(self.records()) >= count, seconds, f"{count} rounds")
 
     def assert_as_simulated(self) -> None:
-        results = list(simulate(self.config))
+        self.assert_same(list(simulate(self.config)))
+
+    def assert_same(self, results: Sequence[RoundResult]) -> None:
         assert [off_the_wire(r) for r in self.records()] == [r.record for r in results]
         saved = load_file(self.run / f"checkpoint-{len(results)}.safetensors")
         for name, tensor in results[-1].state.weights.items():
@@ -97,18 +114,66 @@ def ends(process: subprocess.Popen[bytes]) -> int:
     return process.wait(300)
 
 
-def test_four_widths_over_tls_with_keys_as_simulated_and_a_stranger_is_refused(
-    processes: Loopback,
+ELSEWHERE = """
+from anycostfl.tasks.spoken_digits import TASK as DIGITS
+
+TASK = DIGITS.without_data()
+"""
+"""Spoken digits without samples: whoever tries to load any fails."""
+
+
+def write_speakers(folder: Path) -> Dataset:
+    """A file of each of four speakers' digits; what their devices make of them, as one dataset."""
+    samples, kept = tasks.load("spoken-digits").dataset().train, []
+    assert samples.owners is not None
+    for number, speaker in enumerate(sorted(set(samples.owners.tolist()))[:4]):
+        own = samples.take(samples.owners == speaker)
+        path = folder / f"speaker-{number}.npz"
+        np.savez(path, train_inputs=own.inputs, train_targets=own.targets)
+        named = replace(own, owners=torch.full_like(own.targets, number))
+        kept.append(tasks.hold_out_tenth(Dataset(named, named.take(slice(0, 0)))))
+    parts = [one.train.tensors() for one in kept], [one.test.tensors() for one in kept]
+    train, test = (
+        Samples(torch.cat(inputs), torch.cat(targets), torch.cat(owners))
+        for inputs, targets, owners in (zip(*part, strict=True) for part in parts)
+    )
+    return Dataset(train, test, ("0", "1", "2", "3"))
+
+
+LEARNS = (
+    "data.name=digits-elsewhere", "data.evaluate=devices", "fleet.devices=4", "fleet.cohort=4",
+    "fleet.latency_s=0.2", "limits.beta_max=0.3", "training.batch=5", "workload.epochs=6",
+)  # fmt: skip
+"""Enough for a hundred recordings to be told apart within five rounds."""
+
+
+def test_four_speakers_train_a_model_over_tls_as_simulated_and_a_stranger_is_refused(
+    processes: Loopback, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    fleet = Fleet(processes, "run.rounds=3")
+    """Four widths; each device has a key and a file of its own, and the server has no data."""
+    fleet = Fleet(processes)
+    own = fleet.folder / "mine" / "tasks"
+    own.mkdir(parents=True)
+    (own / "digits_elsewhere.py").write_text(ELSEWHERE)
+    monkeypatch.setenv("ANYCOSTFL_PATH", str(own.parent))
+    raw = write_speakers(fleet.folder)
     make_keys(fleet.folder / "elsewhere", [], ["stranger"])
-    server = fleet.serve()
-    devices = [fleet.join(i) for i in range(4)]
-    stranger = fleet.join(0, KeyFolder(fleet.folder / "elsewhere").device("stranger"))
+    given = [part for item in LEARNS for part in ("--set", item)]
+    server = fleet.serve(about=["spoken-digits", "--rounds", "5", "--out", "run", *given])
+    files = [["--data", f"speaker-{i}.npz"] for i in range(4)]
+    devices = [fleet.join(i, data=files[i]) for i in range(4)]
+    key = KeyFolder(fleet.folder / "elsewhere").device("stranger")
+    stranger = fleet.join(0, key, data=files[0])
     assert ends(server) == 0, processes.log("serve")
-    assert len({d.alpha for d in fleet.records()[0].devices}) == 4
-    fleet.assert_as_simulated()
-    for record in fleet.records():
+
+    records = fleet.records()
+    assert [[d.explained for d in record.devices] for record in records] == 5 * [4 * ["ok"]]
+    assert [d.samples for d in records[0].devices] == 4 * [63]  # of 70, a tenth is held out
+    assert len({d.alpha for d in records[0].devices}) == 4
+    assert records[-1].metric is not None
+    assert records[-1].metric > 0.5
+    fleet.assert_same(simulated_speakers(fleet.run, raw))
+    for record in records:
         assert all(d.wire_bytes_down > d.bytes_down and d.wire_bytes_up for d in record.devices)
         assert all(d.busy_s > 0 for d in record.devices)
     for device in devices:
@@ -116,13 +181,26 @@ def test_four_widths_over_tls_with_keys_as_simulated_and_a_stranger_is_refused(
     assert [ends(device) for device in devices] == [143] * 4
     said = (fleet.run / "flower" / "server.log").read_text()
     assert "device 0 is ready" in said
-    assert "round 3 is done" in said
+    assert "round 5 is done" in said
     assert "refused by the server" in processes.log("stranger")
     assert "joined" not in processes.log("stranger")
     assert (fleet.run / "report.html").exists()
     stranger.terminate()
     ends(stranger)
     wait_until(lambda: not processes.pids(), 20, "every process is gone")
+
+
+def simulated_speakers(run: Path, raw: Dataset) -> list[RoundResult]:
+    """The rounds of a run if all speakers lived on this machine."""
+    saved = load_file(run / "checkpoint-5.safetensors")
+    fitted = {name: saved[f"fitted/{name}"] for name in ("mean", "std")}
+    task = tasks.load("spoken-digits")
+    here = prepare_dataset(task.preparation, raw).fitted
+    for name, tensor in here.items():  # the server fitted it on sums
+        torch.testing.assert_close(fitted[name], tensor)
+    config = parse_config((run / "config.toml").read_text(), "run", foreign=True)
+    dataset = prepare_dataset(task.preparation, raw, fitted)
+    return list(simulate_on(build_experiment(config, dataset, task=task), dataset))
 
 
 @pytest.mark.slow

@@ -35,13 +35,12 @@ from flwr.app import Context, Message, RecordDict
 from anycostfl.cli import build_app
 from anycostfl.cli._rounds import resume_run
 from anycostfl.cli.serve import for_devices
+from anycostfl.codec import Upload
 from anycostfl.config import Config, load_preset
-from anycostfl.data import Scale
 from anycostfl.errors import AnycostError, ConfigError
 from anycostfl.experiment import build_experiment, load_data, resolve
 from anycostfl.flower import node
-from anycostfl.flower._internal import FleetClient, KeyRefusedError, set_task
-from anycostfl.flower.clock import Signature, date_reply
+from anycostfl.flower._internal import FleetClient, date_reply, drop_messages, set_task
 from anycostfl.flower.device import (
     Device,
     Setup,
@@ -61,10 +60,16 @@ from anycostfl.flower.keys import (
     public_pem,
 )
 from anycostfl.flower.link import ServerOptions, SuperLinkProcess
-from anycostfl.flower.messages import read_state, to_envelope, to_message, to_records, write_state
-from anycostfl.flower.node import Address
-from anycostfl.flower.post import Corrupt, ReplyCollector
-from anycostfl.flower.superlink import BODY_BYTES, LocalControl, Receive, Scope, Send, is_allowed
+from anycostfl.flower.messages import (
+    ReplyCollector,
+    read_state,
+    to_envelope,
+    to_message,
+    to_records,
+    write_state,
+)
+from anycostfl.flower.node import Address, Signature
+from anycostfl.flower.superlink import BODY_BYTES, LocalControl, Receive, Scope, Send, is_local
 from anycostfl.planning.cost import Devices, make_devices
 from anycostfl.processes import PARENT, safe_environment
 from anycostfl.runs import begin
@@ -76,6 +81,8 @@ from anycostfl.wire.messages import (
     ExperimentInfo,
     Result,
     RoundInfo,
+    TrainTask,
+    pack_fitted,
     pack_rejection,
     pack_weights,
     read_info,
@@ -280,7 +287,7 @@ def test_the_folder_of_keys_is_followed_whatever_is_done_to_it(
         def register(self, _name: str, path: Path) -> int:
             key = public_key(path)
             if key in self.known:
-                raise KeyRefusedError("it was registered before")
+                raise ConfigError([f"{path} is refused: it was registered before"])
             self.known.append(key)
             return len(self.known)
 
@@ -325,11 +332,12 @@ def test_a_reply_that_cannot_be_read_takes_no_other_with_it() -> None:
     replies = ReplyCollector(cast("Any", Grid()))
     names = {"corrupt", *(f"honest-{i}" for i in range(39))}
     replies.watch(sorted(names), 5.0)
-    came = [replies.take(5.0) for _ in names]
-    corrupt = [reply for reply in came if isinstance(reply, Corrupt)]
-    assert corrupt == [Corrupt("corrupt", "ValueError: garbage")]
-    honest = [m.metadata.reply_to_message_id for m in came if m and not isinstance(m, Corrupt)]
-    assert {*honest, "corrupt"} == names
+    came = dict(filter(None, (replies.take(5.0) for _ in names)))
+    assert came.keys() == names
+    corrupt = came.pop("corrupt")
+    assert isinstance(corrupt, MessageError)
+    assert str(corrupt) == "ValueError: garbage"
+    assert all(cast("Any", m).metadata.reply_to_message_id == name for name, m in came.items())
 
 
 def test_a_task_that_was_never_fetched_leaves_nothing_in_the_superlink() -> None:
@@ -354,9 +362,9 @@ def test_a_task_that_was_never_fetched_leaves_nothing_in_the_superlink() -> None
         store.preregister(1, get_object_tree(message))
         for name, part in get_all_nested_objects(message).items():
             store.put(name, part.deflate())
-    ReplyCollector(grid).forget([lost.object_id])
+    drop_messages(grid, [lost.object_id])
     assert set(store.store) == set(get_all_nested_objects(other))
-    ReplyCollector(grid).forget([lost.object_id, other.object_id])
+    drop_messages(grid, [lost.object_id, other.object_id])
     assert len(store) == 0
 
 
@@ -372,26 +380,26 @@ def test_a_reply_that_is_slow_to_arrive_holds_up_no_other() -> None:
     replies = ReplyCollector(cast("Any", Grid()))
     names = {"slow", *(f"quick-{i}" for i in range(50))}
     replies.watch(sorted(names), 20.0)
-    assert {cast("Any", replies.take(10.0)) for _ in range(50)} == names - {"slow"}
+    assert {cast("Any", replies.take(10.0))[0] for _ in range(50)} == names - {"slow"}
     arrived.set()
-    assert cast("Any", replies.take(10.0)) == "slow"
+    assert cast("Any", replies.take(10.0)) == ("slow", "slow")
 
 
 def test_the_server_may_call_itself_by_its_own_address() -> None:
-    scope = {"type": "http", "path": "/v1/control/x", "client": ("192.168.1.10", 1234)}
-    assert is_allowed({**scope, "server": ("192.168.1.10", 9092)})
-    assert not is_allowed({**scope, "server": ("192.168.1.11", 9092)})
-    assert not is_allowed({**scope, "server": ("unix socket", None)})
+    client = ("192.168.1.10", 1234)
+    assert is_local(client, ("192.168.1.10", 9092))
+    assert not is_local(client, ("192.168.1.11", 9092))
+    assert not is_local(client, ("unix socket", None))
 
 
 @pytest.mark.parametrize(
     ("host", "reached"),
-    [("0.0.0.0", "127.0.0.1"), ("::", "::1"), ("10.0.0.7", "10.0.0.7")],  # noqa: S104
+    [("0.0.0.0", "127.0.0.1:9443"), ("::", "[::1]:9443"), ("10.0.0.7", "10.0.0.7:9443")],  # noqa: S104
 )
 def test_a_server_that_listens_everywhere_is_reached_where_it_listens(
     tmp_path: Path, host: str, reached: str
 ) -> None:
-    assert ServerOptions(tmp_path, host, 9443, None, RoundPolicy()).reached == reached
+    assert ServerOptions(tmp_path, host, 9443, None, RoundPolicy()).address == reached
 
 
 def test_public_and_private_keys_belong_together(tmp_path: Path) -> None:
@@ -426,7 +434,6 @@ def test_public_and_private_keys_belong_together(tmp_path: Path) -> None:
 )
 def test_control_is_for_this_machine_only(path: str, caller: str, *, allowed: bool) -> None:
     scope: dict[str, Any] = {"type": "http", "path": path, "client": (caller, 1234)}
-    assert is_allowed(scope) is allowed
     reached: list[str] = []
     answers: list[Any] = []
 
@@ -503,13 +510,13 @@ def told(config: Config) -> ExperimentInfo:
 
 
 def device_of(setup: Setup, info: ExperimentInfo) -> Device:
-    return open_device(setup.node_config(), info)
+    return open_device(read_setup(setup.node_config()), info)
 
 
 def test_a_setup_survives_flowers_node_configuration() -> None:
     setup = Setup(
         device=3, profile="jetson-nano", rate_bps=1e6, latency_s=2.0, energy_j=0.5,
-        data="mine.npz", all_data=True, threads=4, server_files=True,
+        data="mine.npz", split=True, threads=4, server_files=True,
     )  # fmt: skip
     assert read_setup(setup.node_config()) == setup
     assert read_setup(Setup(0).node_config()) == Setup(0)
@@ -521,7 +528,8 @@ def test_a_setup_survives_flowers_node_configuration() -> None:
 
 def test_a_device_has_the_capabilities_that_its_owner_says(tmp_path: Path) -> None:
     info = told(small_config(tmp_path))
-    setup = Setup(1, "raspberry-pi-5", 2e6, 0.0, 0.5, data=str(tmp_path / "stripes.npz"))
+    own = str(tmp_path / "stripes.npz")
+    setup = Setup(1, "raspberry-pi-5", 2e6, 0.0, 0.5, data=own, split=True)
     known = device_of(setup, info).capabilities(4, {})
     assert (known.device, known.round, known.distance_m) == (1, 4, 0.0)
     assert known.resources.samples.tolist() == [20]
@@ -529,7 +537,7 @@ def test_a_device_has_the_capabilities_that_its_owner_says(tmp_path: Path) -> No
     assert known.resources.rate_bps.tolist() == [2e6]
     assert known.resources.energy_j.tolist() == [0.5]
     assert known.resources.latency_s.tolist() == [info.fleet.latency_s]
-    all_of_it = replace(setup, all_data=True, latency_s=3.0)
+    all_of_it = replace(setup, split=False, latency_s=3.0)
     known = device_of(all_of_it, info).capabilities(4, {})
     assert known.resources.samples.tolist() == [240]
     assert known.resources.latency_s.tolist() == [3.0]
@@ -554,8 +562,8 @@ def test_the_measured_uplink_is_used_unless_the_owner_gives_another(tmp_path: Pa
 @pytest.mark.parametrize(
     ("options", "problem"),
     [
-        (["--energy-j", "5"], "--energy-j: given 5, allowed only with --profile"),
-        (["--latency-s", "9"], "--latency-s: given 9, allowed only with --profile"),
+        (["--energy-j", "5"], "--energy-j: given 5, must come with --profile"),
+        (["--latency-s", "9"], "--latency-s: given 9, must come with --profile"),
         (["--patience-s", "inf"], "--patience-s: given inf, must be >= 0"),
         (["--profile", "raspberry-pi-5", "--rate-bps", "2e7", "--energy-j", "nan"], "given nan"),
         (["--data", "nowhere.npz"], "--data: there is no file nowhere.npz"),
@@ -569,46 +577,83 @@ def test_options_of_join_that_are_ignored_or_impossible_are_refused(
         build_app()([*about, *options], standalone_mode=False)
 
 
-def test_a_device_trains_on_few_samples_of_its_own_scaled_as_everybodys(tmp_path: Path) -> None:
+def test_a_device_trains_on_few_samples_of_its_own_prepared_as_everybodys(tmp_path: Path) -> None:
     info = told(small_config(tmp_path))
-    scale = info.scale
-    assert scale is not None
+    mean, std = (info.prepared_by()[name] for name in ("mean", "std"))
     own = tmp_path / "mine.npz"
     dark = np.full((7, 28, 28), 51, np.uint8)  # fewer than the fleet has devices, nothing to test
     np.savez(own, train_images=dark, train_labels=np.arange(7))
     for profile in ("", "raspberry-pi-5"):
-        setup = Setup(11, profile, 2e6, 0.0, 0.5, data=str(own), all_data=True)
+        setup = Setup(11, profile, 2e6, 0.0, 0.5, data=str(own))
         device = device_of(setup, info)
         assert device.capabilities(0, {}).resources.samples.tolist() == [7]
-        images, labels = device.samples
-        assert labels.tolist() == list(range(7))
-        expected = (np.float32(51) / 255 - np.float32(scale.mean[0])) / np.float32(scale.std[0])
-        assert torch.equal(images, torch.full((7, 1, 28, 28), float(expected)))
-    coloured = Scale((0.1, 0.2, 0.3), (1.0, 1.0, 1.0))
-    with pytest.raises(ConfigError, match="given images of 1 channels, must have 3"):
-        device_of(setup, replace(info, scale=coloured))
+        assert device.samples.targets.tolist() == list(range(7))
+        expected = (np.float32(51) / 255 - mean.numpy()[0]) / std.numpy()[0]
+        wanted = torch.full((7, 1, 28, 28), float(expected))
+        assert torch.equal(device.samples.inputs, wanted)
+    coloured = pack_fitted({"mean": torch.tensor([0.1, 0.2, 0.3]), "std": torch.ones(3)})
+    with pytest.raises(ConfigError, match="given 1 channels, must have 3 here"):
+        device_of(setup, replace(info, fitted=coloured))
 
 
-def test_a_device_scales_the_experiments_own_data_as_the_server_does(tmp_path: Path) -> None:
+def test_a_device_prepares_the_experiments_own_data_as_the_server_does(tmp_path: Path) -> None:
     config = resolve(small_config(tmp_path))
     info = RoundInfo(told(config), 0)
-    assert info.experiment.scale is not None
+    assert info.experiment.prepared_by().keys() == {"mean", "std"}
     set_task(run_id=1, node_id=1, task_id=1)
     arrived = through_bytes(to_message(info.pack(), 5, "query", 0, None))
     read = read_info(to_envelope(arrived.content))
     assert read == info
-    everything = Setup(0, data=str(small_dataset(tmp_path)), all_data=True)
+    everything = Setup(0, data=str(small_dataset(tmp_path)))
     here, there = device_of(everything, read.experiment), load_data(config)
-    assert torch.equal(here.samples[0], there.train_images)
+    assert torch.equal(here.samples.inputs, there.train.inputs)
+    assert torch.equal(here.samples.targets, there.train.targets)
 
 
 @pytest.mark.parametrize(
-    "scale", [Scale((0.5,), (0.0,)), Scale((0.5,), ()), Scale((math.nan,), (1.0,))]
+    ("mean", "std"), [([0.5], [0.0]), ([0.5], []), ([math.nan], [1.0]), ([0.5], None)]
 )
-def test_a_scale_that_normalises_nothing_is_refused(tmp_path: Path, scale: Scale) -> None:
+def test_what_normalises_nothing_is_refused(
+    tmp_path: Path, mean: list[float], std: list[float] | None
+) -> None:
     info = ExperimentInfo.of(build_experiment(resolve(small_config(tmp_path))))
-    with pytest.raises(MessageError, match="a scale of"):
-        read_info(RoundInfo(replace(info, scale=scale), 0).pack())
+    fitted = {"mean": torch.tensor(mean)} | ({} if std is None else {"std": torch.tensor(std)})
+    broken = read_info(RoundInfo(replace(info, fitted=pack_fitted(fitted)), 0).pack())
+    own = Setup(0, data=str(small_dataset(tmp_path)))
+    with pytest.raises(AnycostError, match=r"what samples are prepared by|one number > 0"):
+        device_of(own, broken.experiment)
+
+
+def test_a_device_says_the_sums_of_its_samples_until_it_knows_what_to_prepare_by(
+    tmp_path: Path,
+) -> None:
+    info = ExperimentInfo.of(build_experiment(resolve(small_config(tmp_path))))
+    assert info.fitted == b""
+    own = Setup(3, data=str(small_dataset(tmp_path)), split=True)
+    device = device_of(own, info)
+    sums = device.capabilities(0, {}).sums
+    assert sums.keys() == {"count", "sum", "squares"}
+    assert sums["count"].tolist() == [20 * 28 * 28]  # of its own part only
+    task = TrainTask(
+        info=RoundInfo(info, 0), device=3, alpha=1.0, widths={}, upload=Upload(0.1, 0, b""),
+        seed=0, learning_rate=0.1, weights=b"", moved={},
+    )  # fmt: skip
+    with pytest.raises(MessageError, match="does not say what samples are prepared by"):
+        device.perform(task, {}, None)
+    known = replace(info, fitted=pack_fitted({"mean": torch.zeros(1), "std": torch.ones(1)}))
+    assert device_of(own, known).capabilities(0, {}).sums == {}
+
+
+@pytest.mark.parametrize("evaluate", ["server", "devices"])
+def test_a_device_without_test_samples_holds_some_out_only_if_devices_evaluate(
+    tmp_path: Path, evaluate: str
+) -> None:
+    info = told(small_config(tmp_path, f"data.evaluate={evaluate}"))
+    own = tmp_path / "mine.npz"
+    np.savez(own, inputs=np.zeros((30, 1, 28, 28), np.uint8), targets=np.arange(30) % 10)
+    device = device_of(Setup(0, data=str(own)), info)
+    sizes = (len(device.samples), len(device.test))
+    assert sizes == ((27, 3) if evaluate == "devices" else (30, 0))
 
 
 def test_a_device_reads_no_file_that_the_server_names(tmp_path: Path) -> None:
@@ -659,11 +704,11 @@ def test_weights_of_another_size_are_refused(tmp_path: Path) -> None:
     state = tensors_of(net.module)
     plan, wider = net.plan(0.3), net.plan(0.6)
     packed = pack_weights(net, state, plan)
-    unpacked = unpack_weights(net, state, plan, packed)
+    unpacked = unpack_weights(net, plan, packed)
     for name, part in net.take(state, plan).items():
         assert torch.equal(unpacked[name], part)
     with pytest.raises(MessageError, match="the same model"):
-        unpack_weights(net, state, wider, packed)
+        unpack_weights(net, wider, packed)
 
 
 def test_tensors_of_every_type_survive_flowers_records() -> None:
@@ -841,7 +886,7 @@ def test_a_connection_that_breaks_in_the_handshake_is_tried_again(
         address = Address(server, folder.authority, folder.device("pi"), patience_s=1.0)
         client = node.open_client(address, key)
         with closing(client), pytest.raises(node.UnreachableError):
-            node.Connection(address, client).enter(public_pem(key.public_key()))
+            node.enter(address, client, public_pem(key.public_key()))
 
 
 def test_a_device_that_waited_long_for_its_server_outlasts_the_first_refusals(
@@ -859,7 +904,7 @@ def test_a_device_that_waited_long_for_its_server_outlasts_the_first_refusals(
 
     class Server:
         def activate(self, _key: bytes, _heartbeat_s: float) -> int:
-            return node.Patience(address)(self._answer)
+            return int(node.patiently(address, self._answer))
 
         def _answer(self) -> int:
             match next(answers, "welcome"):
@@ -871,10 +916,10 @@ def test_a_device_that_waited_long_for_its_server_outlasts_the_first_refusals(
             return 7
 
     address = Address("server:1", None, Path("key"))
-    connection = node.Connection(address, cast(FleetClient, Server()))
-    assert connection.enter(b"key") == 7
+    server = cast(FleetClient, Server())
+    assert node.enter(address, server, b"key") == 7
     assert clock[0] > node.REFUSED_S
     assert sum("cannot be reached" in text for text in said) == 1  # not once for every try
     answers = iter(["refused"] * 1000)
     with pytest.raises(node.RefusedError, match="refuses this device"):
-        connection.enter(b"key")
+        node.enter(address, server, b"key")

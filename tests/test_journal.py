@@ -1,4 +1,4 @@
-"""The journal: what is written reads back, and journals of schema 1 still do."""
+"""The journal: what is written reads back, and journals of schemas 1 and 2 still do."""
 
 from __future__ import annotations
 
@@ -18,6 +18,8 @@ from anycostfl.server.suspensions import Gate, suspensions_after
 
 OLD_JOURNAL = Path(__file__).parent / "data" / "journal-schema-1.jsonl"
 """Written by version 1: four simulated rounds, then one with what only real devices do."""
+SECOND_JOURNAL = OLD_JOURNAL.with_name("journal-schema-2.jsonl")
+"""The same rounds, written by version 2 after it had read them."""
 
 texts = st.text(st.characters(exclude_categories=["Cs"]), max_size=20)
 numbers = st.floats(allow_nan=False, allow_infinity=False)
@@ -36,9 +38,10 @@ devices = st.builds(
 records = st.builds(
     RoundRecord,
     round=st.integers(0, 1 << 62),
-    accuracy=st.none() | numbers,
+    metric=st.none() | numbers,
     devices=st.lists(devices, max_size=3).map(tuple),
     step_bytes=st.integers(0, 1 << 62),
+    others=st.dictionaries(texts, numbers, max_size=3),
 )
 
 
@@ -46,7 +49,7 @@ records = st.builds(
 def test_a_record_is_one_line_that_reads_back(record: RoundRecord) -> None:
     line = format_record(record)
     assert len(line.splitlines()) == 1
-    assert json.loads(line)["schema"] == SCHEMA == 2
+    assert json.loads(line)["schema"] == SCHEMA == 3
     assert parse_record(line) == parse_record(line.encode()) == record
 
 
@@ -86,28 +89,41 @@ def test_every_status_of_schema_1_has_its_status_cause_and_detail(tmp_path: Path
     assert {d.status for record in found for d in record.devices} == set(Status)
 
 
-def test_everything_else_of_schema_1_is_read_as_it_was_written() -> None:
+@pytest.mark.parametrize("journal", [OLD_JOURNAL, SECOND_JOURNAL], ids=lambda path: path.stem)
+def test_everything_else_of_older_schemas_is_read_as_it_was_written(journal: Path) -> None:
     renamed = {"status", "surplus"}
-    for line in OLD_JOURNAL.read_text().splitlines():
+    for line in journal.read_text().splitlines():
         old, record = json.loads(line), parse_record(line)
-        assert (record.round, record.accuracy) == (old["round"], old["accuracy"])
+        assert (record.round, record.metric) == (old["round"], old["accuracy"])
         assert record.step_bytes == old.get("step_bytes", 0)
+        assert record.others == {}
         for was, device in zip(old["devices"], record.devices, strict=True):
             for key in was.keys() - renamed - {"binds"}:
                 assert getattr(device, key) == was[key]
             assert device.binds == tuple(was["binds"])
 
 
-def test_suspensions_and_refusals_follow_from_schema_1(tmp_path: Path) -> None:
-    found, _ = read_journal(old_run(tmp_path))
+def test_schema_2_tells_the_same_rounds_as_schema_1() -> None:
+    lines = SECOND_JOURNAL.read_text().splitlines()
+    assert [json.loads(line)["schema"] for line in lines] == 5 * [2]
+    first = map(parse_record, OLD_JOURNAL.read_text().splitlines())
+    assert list(map(parse_record, lines)) == list(first)
+
+
+@pytest.mark.parametrize("journal", [OLD_JOURNAL, SECOND_JOURNAL], ids=lambda path: path.stem)
+def test_suspensions_and_refusals_follow_from_older_schemas(tmp_path: Path, journal: Path) -> None:
+    found, _ = read_journal(old_run(tmp_path, journal.read_bytes()))
     gate = Gate(strikes=2, suspend_rounds=1)  # as the run had it
     assert suspensions_after(found[:2], gate).until == {1: 3}
     assert suspensions_after(found[:4], gate).until == {1: 5}
     assert refusals(found) == {"damaged": 3, "duplicate": 2, "unreadable": 1}
 
 
-def test_a_resumed_journal_of_schema_1_is_written_back_as_schema_2(tmp_path: Path) -> None:
-    folder = old_run(tmp_path)
+@pytest.mark.parametrize("journal", [OLD_JOURNAL, SECOND_JOURNAL], ids=lambda path: path.stem)
+def test_a_resumed_journal_of_an_older_schema_is_written_back_as_schema_3(
+    tmp_path: Path, journal: Path
+) -> None:
+    folder = old_run(tmp_path, journal.read_bytes())
     before, _ = read_journal(folder)
     _, writer = open_run(folder)  # without a checkpoint: from the beginning
     assert read_journal(folder) == ((), ())
@@ -125,7 +141,7 @@ def test_a_journal_of_a_newer_version_is_not_taken_for_damage(tmp_path: Path) ->
     lines[3] = json.dumps({**json.loads(lines[3]), "schema": SCHEMA + 1})
     journal = "".join(line + "\n" for line in lines).encode()
     folder = old_run(tmp_path, journal)
-    with pytest.raises(StorageError, match=r"schema 3; this program reads 1 to 2: upgrade"):
+    with pytest.raises(StorageError, match=r"schema 4; this program reads 1 to 3: upgrade"):
         open_run(folder)
     assert (folder / JOURNAL).read_bytes() == (folder / COPY).read_bytes() == journal
     (folder / COPY).write_bytes(OLD_JOURNAL.read_bytes())  # one copy was only damaged
@@ -139,7 +155,7 @@ def test_an_unknown_schema_is_refused_with_a_remark(tmp_path: Path, schema: obje
     folder = old_run(tmp_path, "".join(line + "\n" for line in lines).encode())
     found, remarks = read_journal(folder)
     assert [record.round for record in found] == [0, 1, 2]
-    told = f"{JOURNAL} is damaged from line 4 on (schema {schema!r}; this program reads 1 to 2)"
+    told = f"{JOURNAL} is damaged from line 4 on (schema {schema!r}; this program reads 1 to 3)"
     assert remarks == (told,)
 
 
@@ -158,6 +174,13 @@ def test_an_unknown_schema_is_refused_with_a_remark(tmp_path: Path, schema: obje
         '{"schema": 2, "round": "0", "accuracy": null, "devices": []}',
         '{"schema": 2, "round": 0, "accuracy": "good", "devices": []}',
         '{"schema": 2, "round": 100000000000000000000, "accuracy": null, "devices": []}',
+        '{"schema": 2, "round": 0, "metric": null, "devices": []}',
+        '{"schema": 3, "round": 0, "accuracy": null, "devices": []}',
+        '{"schema": 3, "round": "0", "metric": null, "devices": []}',
+        '{"schema": 3, "round": 0, "metric": "good", "devices": []}',
+        '{"schema": 3, "round": 0, "metric": null, "devices": [], "others": [1]}',
+        '{"schema": 3, "round": 0, "metric": null, "devices": [], "others": {"mae": "x"}}',
+        '{"schema": 3, "round": 0, "metric": null, "devices": [], "others": {"mae": [1]}}',
         "[" * 100_000,
     ],
 )

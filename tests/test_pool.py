@@ -10,16 +10,19 @@ import sys
 import time
 from collections.abc import Callable, Iterable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
 
-from anycostfl import models
+from anycostfl import Task, models, run
 from anycostfl.device import cores
 from anycostfl.fleets.pool import SharedMemoryError, WorkerDiedError
 from anycostfl.records.round import Status
 from anycostfl.records.run import JOURNAL, read_run
-from anycostfl.simulate import run, simulate
+from anycostfl.simulate import simulate
 from drills.common import Trial
 from drills.workers import children, wait_for_workers
 from small_runs import OWN_MODEL, small_config, small_overrides
@@ -104,6 +107,52 @@ def test_without_room_for_shared_data_nothing_begins(
     with pytest.raises(SharedMemoryError, match=r"docker run --shm-size=1g\), or use --workers 1"):
         simulate(config, workers=2)  # before a run directory is begun
     assert len(list(simulate(config, workers=1))) == 1
+
+
+def owned_task(**changes: Any) -> Task:
+    """Three classes of ten owners, two of whom only test."""
+    draw = torch.Generator().manual_seed(0)
+    x, owners = torch.randn(1300, 4, generator=draw), torch.arange(1300) % 10
+    y = x[:, :3].argmax(1)
+    train = owners < 8
+    return Task(
+        train=((x[train], x[train, :2]), y[train]),
+        test=((x, x[:, :2]), y),
+        owners=owners[train],
+        test_owners=owners,
+        metric=("accuracy", "perplexity"),
+        **changes,
+    )
+
+
+class Beside(nn.Module):
+    """A model of two inputs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.hidden, self.head = nn.Linear(6, 16), nn.Linear(16, 3)
+
+    def forward(self, one: Tensor, other: Tensor) -> tuple[Tensor, None]:
+        return self.head(self.hidden(torch.cat([one, other], 1)).relu()), None
+
+
+def test_a_task_and_a_model_in_memory_give_the_same_on_several_processes() -> None:
+    module, training = Beside(), {"learning_rate": 0.1}
+    alone, several = (
+        run(model=module, task=owned_task(), rounds=2, training=training, workers=workers)
+        for workers in (1, 2)
+    )
+    assert several.records == alone.records
+    names = {"perplexity", "accuracy, known owners", "accuracy, new owners"}
+    assert several.records[-1].others.keys() == names
+    states = alone.model.state_dict(), several.model.state_dict()
+    assert all(torch.equal(tensor, states[1][name]) for name, tensor in states[0].items())
+
+
+def test_what_python_cannot_send_to_another_process_is_told_before_it_starts() -> None:
+    task = owned_task(loss=lambda outputs, targets: F.cross_entropy(outputs[0], targets))
+    with pytest.raises(SharedMemoryError, match="a task and a model that Python can pickle"):
+        run(model=Beside(), task=task, rounds=1, training={"learning_rate": 0.1}, workers=2)
 
 
 def command(folder: Path, *changes: str) -> subprocess.CompletedProcess[str]:

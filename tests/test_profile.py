@@ -14,12 +14,11 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from anycostfl import config, profile
+from anycostfl import config, profile, run
 from anycostfl.cli.profile import _warning
 from anycostfl.planning import cost, draw
-from anycostfl.profile import Measurement, machine, meters
+from anycostfl.profile import Measurement, machine
 from anycostfl.profile.speed import SpeedFit, WidthTiming, elastic_model, fit_speed
-from anycostfl.simulate import run
 from command_line import Call
 from small_runs import small_config
 
@@ -37,8 +36,8 @@ def grow(name: str, root: Path) -> Path:
     return root
 
 
-def found_meter(root: Path) -> meters.Meter:
-    meter, _ = meters.find_meter(root)
+def found_meter(root: Path) -> machine.Meter:
+    meter, _ = machine.find_meter(root)
     assert meter is not None
     return meter
 
@@ -91,7 +90,7 @@ def test_a_gpus_clock(tmp_path: Path) -> None:
 def test_sensors_report_watts(tree: str, name: str, watts: float, tmp_path: Path) -> None:
     meter = found_meter(grow(tree, tmp_path))
     assert meter.name == name
-    power = meters.measure_power(meter, lambda: time.sleep(0.05))
+    power = machine.measure_power(meter, lambda: time.sleep(0.05))
     assert power.watts == pytest.approx(watts, rel=0.05)
 
 
@@ -104,7 +103,7 @@ def test_a_sensor_is_sampled_while_work_runs(tmp_path: Path) -> None:
         rail.write_text("4190\n")
         time.sleep(0.2)
 
-    power = meters.measure_power(meter, work, windows=1)
+    power = machine.measure_power(meter, work, windows=1)
     assert power.watts == pytest.approx(3.19, rel=0.2)
 
 
@@ -125,19 +124,19 @@ def test_rapl_adds_packages_and_survives_the_wrap(tmp_path: Path) -> None:
 def test_a_counter_that_wraps_once_loses_nothing(start: int, spent: int) -> None:
     full = 10**9 + 1  # the counter starts over at its range
     after = (start + spent) % full
-    assert meters.joules_between([start], [after], [full]) == pytest.approx(spent * 1e-6)
+    assert machine.joules_between([start], [after], [full]) == pytest.approx(spent * 1e-6)
 
 
 def test_no_meter_says_why(tmp_path: Path) -> None:
-    assert meters.find_meter(grow("bare", tmp_path / "bare")) == (
+    assert machine.find_meter(grow("bare", tmp_path / "bare")) == (
         None,
         ("no energy meter (RAPL, INA3221 or a battery)",),
     )
-    _, (charging,) = meters.find_meter(grow("big-little", tmp_path / "phone"))
+    _, (charging,) = machine.find_meter(grow("big-little", tmp_path / "phone"))
     assert "battery is charging; unplug it" in charging
     root = grow("intel-laptop", tmp_path / "laptop")
     (root / "sys/class/powercap/intel-rapl:0/energy_uj").unlink()  # as unreadable as to a user
-    meter, (locked,) = meters.find_meter(root)
+    meter, (locked,) = machine.find_meter(root)
     assert "run as root" in locked
     assert meter is not None
     assert meter.name == "battery BAT0"
@@ -148,13 +147,13 @@ FP32 = ("training.precision=fp32", "training.device=cpu")
 
 def test_estimates_are_stated_with_their_uncertainty(tmp_path: Path) -> None:
     settings = config.load_preset("demo")
-    found = meters.find_meter(grow("bare", tmp_path))
+    found = machine.find_meter(grow("bare", tmp_path))
     power = profile.training_power(settings, elastic_model(settings), 4, *found)
     assert power.meter == ""
     assert "no energy meter" in power.source
     assert "within a factor of 2.5" in power.source
-    assert meters.estimate_power("aarch64", 4, ()).watts == 4
-    assert meters.estimate_power("x86_64", 4, ()).watts == 20
+    assert machine.estimate_power("aarch64", 4, ()).watts == 4
+    assert machine.estimate_power("x86_64", 4, ()).watts == 20
 
 
 def busy_meter() -> Callable[[], float]:
@@ -167,11 +166,11 @@ def test_power_is_what_training_adds_to_idling(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(profile, "WINDOW_S", 0.1)
     settings = config.load_preset("demo", FP32)
     net = elastic_model(settings)
-    power = profile.training_power(settings, net, 1, meters.Meter("counter", busy_meter))
+    power = profile.training_power(settings, net, 1, machine.Meter("counter", busy_meter))
     assert (power.meter, power.watts) == ("counter", 20)
     assert "load minus idle" in power.source
     monkeypatch.setattr(profile, "WINDOW_S", 0.01)
-    power = profile.training_power(settings, net, 1, meters.Meter("stuck", lambda: lambda: 7.0))
+    power = profile.training_power(settings, net, 1, machine.Meter("stuck", lambda: lambda: 7.0))
     assert power.meter == ""
     assert "stuck shows no difference" in power.source
 
@@ -179,7 +178,7 @@ def test_power_is_what_training_adds_to_idling(monkeypatch: pytest.MonkeyPatch) 
 def test_the_processors_meter_says_nothing_about_a_gpu() -> None:
     settings = config.load_preset("demo", ["training.precision=fp32", "training.device=cuda"])
     net = elastic_model(config.load_preset("demo"))
-    for meter in (None, meters.Meter("RAPL package-0", lambda: lambda: 7.0)):
+    for meter in (None, machine.Meter("RAPL package-0", lambda: lambda: 7.0)):
         power = profile.training_power(settings, net, 1, meter)
         assert power.meter == ""
         assert "the GPU has no meter" in power.source
@@ -250,7 +249,7 @@ def example() -> Measurement:
         clock=machine.Clock(1e9, 2e9, 1.5e9, "cpufreq"),
         timings=(WidthTiming(1.0, 1.0, 2e-3), WidthTiming(0.5, 0.468, 1e-3)),
         speed=SpeedFit(3e10, 0.05, 0.1),
-        power=meters.Power(6.75, 0.2, "RAPL package-0"),
+        power=machine.Power(6.75, 0.2, "RAPL package-0"),
         size_bits=53_227_840,
     )
 

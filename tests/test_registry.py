@@ -1,4 +1,4 @@
-"""Custom methods and models, beside the package's."""
+"""Custom methods, models and tasks, beside the package's."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ from pathlib import Path
 
 import pytest
 
-from anycostfl import methods, models
+from anycostfl import methods, models, tasks
 from anycostfl.errors import UnknownNameError
 from anycostfl.registry import own_folders
 from small_runs import small_overrides
 
-DOCUMENT = Path(__file__).parent.parent / "docs" / "extend.md"
+DOCUMENT = Path(__file__).parent.parent / "docs" / "tutorials" / "own-model.md"
 
 
 def write_examples(folder: Path) -> Path:
-    """The files of docs/extend.md, where it says that they lie."""
+    """The files of docs/tutorials/own-model.md, where it says that they lie."""
     blocks = re.findall(r"```python\n# (mine/\S+)\n(.*?)```", DOCUMENT.read_text(), re.S)
     assert len(blocks) == 2
     for name, text in blocks:
@@ -81,6 +81,26 @@ def test_a_model_is_a_model_spec(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
         models.load("own_model")
 
 
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("TASK = 3", r"own_task\.py: TASK must be a Task"),
+        ("TASKS = 3", r"own_task\.py has no constant TASK"),
+        ("import nothing_of_that_name", "ModuleNotFoundError.*nothing_of_that_name"),
+        ("from anycostfl import Task\nTASK = Task()", "TaskError.*must have either train="),
+    ],
+)
+def test_a_task_is_a_task(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, text: str, words: str
+) -> None:
+    (tmp_path / "own_task.py").write_text(text)
+    monkeypatch.setattr(tasks, "__path__", [*tasks.__path__, str(tmp_path)])
+    monkeypatch.delitem(sys.modules, "anycostfl.tasks.own_task", raising=False)
+    assert "own-task" in tasks.names()
+    with pytest.raises(UnknownNameError, match=words):
+        tasks.load("own-task")
+
+
 def test_a_custom_file_cannot_take_the_name_of_a_package_file(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -89,7 +109,7 @@ def test_a_custom_file_cannot_take_the_name_of_a_package_file(
     monkeypatch.setenv("ANYCOSTFL_PATH", str(tmp_path))
     mine = tmp_path / "models" / "cnn.py"
     assert f"{mine} has the name of one of the package's models; rename it" in told_of("cnn")
-    assert "'cnn', 'lstm'" in told_of("vgg9")
+    assert "'cnn', 'digit_cnn'" in told_of("vgg9")
 
 
 def told_of(model: str) -> str:

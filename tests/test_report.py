@@ -79,7 +79,7 @@ def test_the_page_holds_the_run_in_columns(tmp_path: Path) -> None:
     assert run["name"] == "run"
     assert run["config"] == to_toml(config)
     assert run["rounds"]["cohort"] == [10] * 5
-    assert run["rounds"]["accuracy"] == pytest.approx([r.accuracy for r in records], rel=1e-5)
+    assert run["rounds"]["metric"] == pytest.approx([r.metric for r in records], rel=1e-5)
     assert run["rounds"]["bytes_up"] == [r.bytes_up for r in records]
     split = zip(run["rounds"]["compute_j"], run["rounds"]["upload_j"], strict=True)
     assert [a + b for a, b in split] == pytest.approx([r.energy_j for r in records], rel=1e-4)
@@ -113,9 +113,12 @@ def test_rounding_keeps_the_digits_it_promises(values: list[float | None], digit
 
 
 def test_sub_models_are_shown_if_they_were_measured(folder: Path) -> None:
-    rows = [{"alpha": 1, "accuracy": 0.9, "format": "onnx"}, {"alpha": 0.25, "accuracy": 0.8}]
+    rows = [{"alpha": 1, "metric": 0.9, "format": "onnx"}, {"alpha": 0.25, "metric": 0.8}]
     (folder / WIDTHS).write_text(json.dumps(rows))
     assert gather(folder)["widths"] == [rows[1], rows[0]]
+    old = [{"alpha": 0.5, "accuracy": 0.9}]  # as earlier versions called it
+    (folder / WIDTHS).write_text(json.dumps(old))
+    assert gather(folder)["widths"] == [{"alpha": 0.5, "metric": 0.9}]
 
 
 # --- damage and malice ----------------------------------------------------------------------------
@@ -129,7 +132,7 @@ def test_a_damaged_journal_is_read_up_to_the_damage_and_that_is_said(
     lines = journal.read_bytes().splitlines(keepends=True)
     journal.write_bytes(b"".join([*lines[:3], lines[3][:100], b"\n", lines[4]]))
     run = gather(tmp_path / "run")
-    assert len(run["rounds"]["accuracy"]) == 3
+    assert len(run["rounds"]["metric"]) == 3
     assert "damaged from line 4" in run["remarks"][0]
     report([tmp_path / "run"])
     assert "damaged from line 4" in " ".join(capsys.readouterr().err.split())
@@ -204,7 +207,7 @@ def test_other_damaged_files_are_passed_over(
 ) -> None:
     (folder / name).write_bytes(content)
     run = gather(folder)
-    assert len(run["rounds"]["accuracy"]) == 2
+    assert len(run["rounds"]["metric"]) == 2
     assert remark in run["remarks"][0]
     assert unpacked(render([run])) == [run]
 
@@ -216,7 +219,7 @@ def test_a_run_of_a_model_that_is_not_at_hand_tells_what_it_asked_for(tmp_path: 
     run = gather(tmp_path / "run")
     assert run["remarks"] == []
     assert run["summary"]["method"] == config.run.method
-    assert run["target"] == config.run.target_accuracy
+    assert run["target"] == config.run.target
 
 
 def test_links_that_somebody_left_in_a_run_are_not_followed(folder: Path, tmp_path: Path) -> None:
@@ -378,7 +381,7 @@ def test_the_server_answers_anew_only_when_a_round_was_added(
 ) -> None:
     status, headers, content = ask(server, "/data")
     (run,) = json.loads(content)
-    assert (status, len(run["rounds"]["accuracy"])) == (200, 2)
+    assert (status, len(run["rounds"]["metric"])) == (200, 2)
     status, _, content = ask(server, "/data", If_None_Match=headers["ETag"])
     assert (status, content) == (304, b"")
     journal = tmp_path / "run" / JOURNAL
@@ -386,7 +389,7 @@ def test_the_server_answers_anew_only_when_a_round_was_added(
     with journal.open("a") as file:
         file.write(json.dumps(third) + "\n")
     status, _, content = ask(server, "/data", If_None_Match=headers["ETag"])
-    assert (status, len(json.loads(content)[0]["rounds"]["accuracy"])) == (200, 3)
+    assert (status, len(json.loads(content)[0]["rounds"]["metric"])) == (200, 3)
 
 
 def test_the_server_serves_this_machine_and_no_files(server: LiveServer) -> None:

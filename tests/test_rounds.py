@@ -23,10 +23,10 @@ from anycostfl.fleets.attackers import Attackers
 from anycostfl.fleets.simulated import InProcess, SimulatedFleet
 from anycostfl.loop import RoundResult, run_rounds
 from anycostfl.methods import elements
+from anycostfl.metrics import MetricInfo, Score
 from anycostfl.planning.draw import Cohort, draw_cohort
-from anycostfl.records.round import Status
+from anycostfl.records.round import Status, summarise
 from anycostfl.records.run import RunWriter
-from anycostfl.report import summarise
 from anycostfl.rounds import (
     MOST_DUPLICATES,
     Assignment,
@@ -201,6 +201,43 @@ def test_assignments_of_other_rounds_and_seeds_have_other_seeds_and_bindings(fol
     assert len({a.upload.binding for a in everything}) == 12
 
 
+def test_devices_are_told_the_learning_rate_of_the_round(folder: Path) -> None:
+    experiment, fleet = small_fleet(
+        small_config(folder, "training.schedule=cosine", "training.warmup=2", "run.rounds=6")
+    )
+    training, rates = experiment.config.training, list[float]()
+    for number in range(6):
+        state = replace(first_state(experiment), rounds=number)
+        _, plan = open_round(experiment, state, fleet.offers(number, state.suspensions))
+        told = {a.job(None, {}).learning_rate for a in plan.assignments}
+        assert told == {training.rate_in(number, 6)}
+        rates += told
+    assert len(set(rates)) == 6
+    assert max(rates) == training.learning_rate == rates[2]
+
+
+def test_a_simulated_device_trains_at_the_rate_it_is_told(folder: Path) -> None:
+    first = first_round(folder)
+    [slower] = [replace(a, learning_rate=1e-9) for a in first.plan.assignments[:1]]
+    [reply] = first.fleet.perform(replace(first.plan, assignments=[slower]))
+    [small], [usual] = (first.receive(r, of=[slower]) for r in (reply, first.replies[0]))
+    assert small.status is usual.status is Status.OK
+    assert 0 < small.size < 1e-6 * usual.size
+
+
+def test_what_samples_are_prepared_by_is_kept_once_the_fleet_has_said_it(folder: Path) -> None:
+    first = first_round(folder)
+    offers, known = first.plan.offers, {"mean": torch.ones(1)}
+    assert not first.state.fitted
+    state, _ = open_round(first.experiment, first.state, replace(offers, fitted=known))
+    assert state.fitted is known
+    later, _ = open_round(first.experiment, state, offers)  # it does not say it again
+    assert later.fitted is known
+    point = later.checkpoint()
+    assert point["fitted"] == known
+    assert restored_state(first.experiment, point, []).fitted == known
+
+
 def test_a_payload_belongs_to_its_round_wherever_the_data_lies(folder: Path) -> None:
     here, there = small_config(folder), small_config(folder, "data.path=/elsewhere")
     plan = first_round(folder).plan.assignments[0].plan
@@ -366,7 +403,7 @@ class DamagingFleet:
             damaged = reply.device in self._devices
             yield replace(reply, payload=b"?" * 99) if damaged else reply
 
-    def evaluate(self, weights: State) -> float | None:
+    def evaluate(self, weights: State) -> Score | None:
         return self._fleet.evaluate(weights)
 
     def memory(self) -> Mapping[int, State]:
@@ -389,9 +426,9 @@ def test_a_suspended_device_sends_nothing_and_others_are_drawn_instead(folder: P
         out = [d for d in result.record.devices if d.status is Status.SUSPENDED]
         assert all(d.bytes_up == d.bytes_down == 0 for d in out)
         assert len(result.record.devices) - len(out) == 5
-    found = summarise("anycostfl", 1.0, [result.record for result in results])
+    found = summarise("anycostfl", MetricInfo(), 1.0, [result.record for result in results])
     assert found["updates_refused"] == seen.count(Status.REFUSED)
-    assert found["rounds_benched"] == seen.count(Status.SUSPENDED)
+    assert found["rounds_suspended"] == seen.count(Status.SUSPENDED)
 
 
 def test_a_resumed_run_has_the_same_suspensions_and_agreements(
@@ -434,4 +471,4 @@ def test_a_fleet_that_is_suspended_altogether_has_empty_rounds(folder: Path) -> 
     experiment, fleet = small_fleet(small_config(folder, *more, "run.rounds=5"))
     results = list(run_rounds(experiment, DamagingFleet(fleet, range(6))))
     assert [r.record.bytes_up > 0 for r in results] == [True, False, False, False, True]
-    assert results[1].record.accuracy == results[2].record.accuracy
+    assert results[1].record.metric == results[2].record.metric

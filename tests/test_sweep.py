@@ -11,11 +11,11 @@ from typer.testing import CliRunner
 
 from anycostfl import methods
 from anycostfl.cli import build_app
-from anycostfl.cli import sweep as cli_sweep
+from anycostfl.cli.sweep import KINDS
 from anycostfl.errors import ConfigError
 from anycostfl.evaluation import sweep
 from anycostfl.evaluation.compare import Series
-from anycostfl.evaluation.sweep import KINDS, WIDTHS, spread_over, widths
+from anycostfl.evaluation.sweep import WIDTHS, spread_over, widths
 from anycostfl.fleets.attackers import ATTACKS
 from anycostfl.planning.draw import draw_cohort
 from small_runs import small_config, small_overrides
@@ -100,7 +100,10 @@ def test_spreads_change_the_fleet(tmp_path: Path) -> None:
 
 def test_widths_of_every_method(tmp_path: Path) -> None:
     config = small_config(tmp_path, "run.rounds=1")
-    found = widths(Series(tmp_path / "all", 1, lambda *_: None), config, ["anycostfl", "heterofl"])
+    series = Series(tmp_path / "all", 1, lambda *_: None)
+    found = widths(series, config, ["anycostfl", "heterofl"]).document["widths"]
+    assert isinstance(found, dict)
+    assert found.pop("alpha") == list(WIDTHS)
     assert list(found) == ["anycostfl", "heterofl"]
     assert all(len(values) == len(WIDTHS) for values in found.values())
     reached = [value for values in found.values() for value in values]
@@ -110,8 +113,7 @@ def test_widths_of_every_method(tmp_path: Path) -> None:
 def test_widths_that_a_model_does_not_have_stay_empty(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for module in (sweep, cli_sweep):
-        monkeypatch.setattr(module, "WIDTHS", (1e-6, 1.0))
+    monkeypatch.setattr(sweep, "WIDTHS", (1e-6, 1.0))
     found = call(tmp_path, "widths", "demo", "--rounds", "1", "--methods", "anycostfl")["widths"]
     assert isinstance(found, dict)
     narrow, whole = found["anycostfl"]

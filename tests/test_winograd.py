@@ -18,7 +18,9 @@ from torch.utils.checkpoint import checkpoint
 from anycostfl import models
 from anycostfl.contrib import winograd
 from anycostfl.contrib.winograd import convolve, fast_convolutions
+from anycostfl.data.samples import Samples
 from anycostfl.device import Training, train
+from anycostfl.tasks import Task, no_data
 
 EXACT = 5e-6  # of the sum of all products' sizes; single precision itself is at 1e-7
 
@@ -161,9 +163,10 @@ def test_what_follows_may_write_in_place_and_recompute() -> None:
     plain, fast = (
         train(
             copy.deepcopy(module),
-            (images, torch.arange(8) % 3),
+            Samples(images, torch.arange(8) % 3),
+            Task(load=no_data),
             Training(0.05, 8, winograd=on),
-            torch.Generator().manual_seed(3),
+            3,
         )
         for on in (False, True)
     )
@@ -196,9 +199,10 @@ def test_training_is_close_to_torchs_own_and_repeats_to_the_bit() -> None:
     plain, fast, again = (
         train(
             copy.deepcopy(module),
-            (images, labels),
+            Samples(images, labels),
+            Task(load=no_data),
             Training(0.05, 16, winograd=on),
-            torch.Generator().manual_seed(3),
+            3,
         )
         for on in (False, True, True)
     )

@@ -39,10 +39,11 @@ def own_rounds(name: str) -> Iterator[float]:
     """Seconds per round of one of our own contestants."""
     sys.path.insert(0, str(HERE.parent))
     import simulator  # noqa: PLC0415 - only the process that measures needs torch
-    from anycostfl import data  # noqa: PLC0415
+    from anycostfl.config import load_preset  # noqa: PLC0415
+    from anycostfl.experiment import load_data  # noqa: PLC0415
 
     if name == BARE:
-        return simulator.bare_rounds(data.load("fashion-mnist"))
+        return simulator.bare_rounds(load_data(load_preset("fmnist-iid")))
     return simulator.simulated_rounds(*OWN[name])
 
 

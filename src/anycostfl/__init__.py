@@ -17,37 +17,42 @@ from anycostfl.errors import (
     NotShrinkableError,
     PayloadError,
     ShapeMismatchError,
+    TaskError,
     TraceError,
     UnknownNameError,
     UpdateError,
 )
 
 if TYPE_CHECKING:
+    from anycostfl.api import Comparison, Run, compare, run
     from anycostfl.codec import compress, decompress
     from anycostfl.config import load_preset
     from anycostfl.export.elastic_file import load_elastic, save_elastic
+    from anycostfl.metrics import Metric, MetricInfo
     from anycostfl.planning.cost import Workload, make_devices
     from anycostfl.planning.planner import plan_strategies
     from anycostfl.planning.strategy import Limits
     from anycostfl.records.round import RoundRecord
     from anycostfl.server.aggregate import Contribution, aggregate, optimal_weights
     from anycostfl.shrink import ElasticModel, SubModel, WidthPlan, recalibrate
-    from anycostfl.simulate import run
     from anycostfl.state import Update
+    from anycostfl.tasks import Task
 else:
     # The same, imported when they are asked for: torch takes seconds that `--help` need not wait.
     _HOMES = {
+        "api": ("Comparison", "Run", "compare", "run"),
         "codec": ("compress", "decompress"),
         "config": ("load_preset",),
         "export.elastic_file": ("load_elastic", "save_elastic"),
+        "metrics": ("Metric", "MetricInfo"),
         "planning.cost": ("Workload", "make_devices"),
         "planning.planner": ("plan_strategies",),
         "planning.strategy": ("Limits",),
         "records.round": ("RoundRecord",),
         "server.aggregate": ("Contribution", "aggregate", "optimal_weights"),
         "shrink": ("ElasticModel", "SubModel", "WidthPlan", "recalibrate"),
-        "simulate": ("run",),
         "state": ("Update",),
+        "tasks": ("Task",),
     }
 
     def __getattr__(name: str) -> object:
@@ -67,6 +72,7 @@ __all__ = [
     "AnycostError",
     "BetaError",
     "CalibrationError",
+    "Comparison",
     "ConfigError",
     "Contribution",
     "DamagedPayloadError",
@@ -74,12 +80,17 @@ __all__ = [
     "ForeignPayloadError",
     "InfeasibleBudgetError",
     "Limits",
+    "Metric",
+    "MetricInfo",
     "MissingExtraError",
     "NotShrinkableError",
     "PayloadError",
     "RoundRecord",
+    "Run",
     "ShapeMismatchError",
     "SubModel",
+    "Task",
+    "TaskError",
     "TraceError",
     "UnknownNameError",
     "Update",
@@ -88,6 +99,7 @@ __all__ = [
     "Workload",
     "__version__",
     "aggregate",
+    "compare",
     "compress",
     "decompress",
     "load_elastic",

@@ -35,6 +35,8 @@ class Interval:
     def __str__(self) -> str:
         if self.whole and math.isinf(self.high):
             return f"a whole number >= {self.low:g}"
+        if math.isinf(self.low):
+            return "a finite number"
         if math.isinf(self.high):
             return f"a finite number {'>' if self.open_low else '>='} {self.low:g}"
         return f"a number in {'(' if self.open_low else '['}{self.low:g}, {self.high:g}]"
@@ -59,6 +61,7 @@ Positive = Annotated[float, POSITIVE]
 Count = Annotated[int, Interval(1.0, whole=True)]
 PositiveArray = Annotated[FloatArray, POSITIVE]
 AtLeastZero = Interval(0.0)
+FINITE = Interval(-math.inf)
 
 
 def check_fields(record: object) -> None:

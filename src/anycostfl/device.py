@@ -2,59 +2,82 @@
 
     u = w_before − w_after,   payload = encode(u)
 
-Written for speed where it matters: the data is one tensor that is indexed, the optimizer is three
+Written for speed where it matters: samples are tensors that are indexed, the optimizer is a few
 fused calls, nothing is logged. Plain SGD is the paper's and the default.
 
 Deviations: a last batch of one sample joins the one before it (833 samples in batches of 64 leave
-one); momentum, weight decay and clipping are options; momentum starts at zero every round.
+one); momentum, Adam, weight decay and clipping are options; what an optimizer remembers starts at
+zero every round.
 """
 
 from __future__ import annotations
 
 import ctypes
+import itertools
+import math
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
 from importlib import import_module
-from typing import Annotated
+from typing import Annotated, Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves, tree_map
 
 from anycostfl.checks import Count, Interval, OneOf, Positive, check_fields
 from anycostfl.codec import Upload
+from anycostfl.data.samples import Samples, Tree, call
 from anycostfl.errors import BetaError, PayloadError, UpdateError
 from anycostfl.feedback import encode_with_feedback, no_residual
 from anycostfl.methods import Method
+from anycostfl.metrics import Metric
 from anycostfl.shrink import ElasticModel, Order, SubModel
 from anycostfl.state import State
+from anycostfl.tasks import Task
 
 TRIM_THRESHOLD, MMAP_THRESHOLD = -1, -3  # options of glibc's mallopt
-DROPOUT = 0x5EED  # derives a second seed from the one that shuffles
-TEST_CHUNK = 1000  # samples
-
-Samples = tuple[Tensor, Tensor]
-"""Inputs and targets."""
+DROPOUT, AUGMENT = 0x5EED, 0xA06  # derive further seeds from the one that shuffles
+TEST_CHUNK, TEST_BATCH = 1000, 100  # samples
+ADAM = (0.9, 0.999)  # how much of the two moments is kept
 
 
 @dataclass(frozen=True, slots=True)
 class Training:
-    """Local training; the number of local epochs τ is part of the workload."""
+    """Local training; the number of local epochs τ is part of the workload.
+
+    Weight decay is L2 regularisation with `sgd` and `adam`, decoupled with `adamw`. `schedule` is
+    that of the learning rate over rounds: `cosine` and `linear` end at zero after the last one,
+    and the first `warmup` rounds rise to it.
+    """
 
     learning_rate: Positive
     batch: Count
-    momentum: Annotated[float, Interval(0.0, 0.999)] = 0.0
+    optimizer: Annotated[str, OneOf(("sgd", "adam", "adamw"))] = "sgd"
+    momentum: Annotated[float, Interval(0.0, 0.999)] = 0.0  # of SGD
     weight_decay: Annotated[float, Interval(0.0)] = 0.0
     clip_norm: Annotated[float, Interval(0.0)] = 0.0  # 0 is off
+    augment: bool = False  # as the task says, if it says how
     precision: Annotated[str, OneOf(("auto", "fp32", "bf16"))] = "auto"
     device: Annotated[str, OneOf(("auto", "cpu", "cuda"))] = "auto"
     channels_last: bool = True
+    schedule: Annotated[str, OneOf(("constant", "cosine", "linear"))] = "constant"
+    warmup: Annotated[int, Interval(0.0)] = 0
     winograd: bool = False  # 3×3 convolutions with fewer multiplications (`contrib`)
 
     def __post_init__(self) -> None:
         check_fields(self)
+
+    def rate_in(self, number: int, rounds: int) -> float:
+        """The learning rate of a round, by the schedule."""
+        rate, warmup = self.learning_rate, self.warmup
+        if number < warmup:
+            return rate * (number + 1) / (warmup + 1)
+        done = (number - warmup) / max(rounds - warmup, 1)
+        if self.schedule == "cosine":
+            return rate * (1 + math.cos(math.pi * done)) / 2
+        return rate * (1 - done) if self.schedule == "linear" else rate
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -62,12 +85,14 @@ class Job:
     """What the server asks of a device: its width, how to upload, its seed, what it remembered.
 
     A device remembers channels where they were at first; `moved` says where each came from since.
+    `learning_rate` is the round's.
     """
 
     device: int
     alpha: float
     upload: Upload
     seed: int
+    learning_rate: float
     memory: State | None = None
     moved: Order = field(default_factory=dict)
 
@@ -99,8 +124,9 @@ Learn = Callable[["DeviceRuntime", SubModel, Samples, Job], State]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class DeviceRuntime:
-    """What every device needs besides its job: the method, the traced model, how to train."""
+    """What every device needs besides its job: task, method, traced model, how to train."""
 
+    task: Task
     method: Method
     net: ElasticModel
     training: Training
@@ -125,13 +151,14 @@ class DeviceRuntime:
         back = {name: order.argsort() for name, order in job.moved.items()}
         return Reply(job.device, payload, memory=self._permuted(left, back))
 
-    def count_correct(self, samples: Samples) -> int:
-        """The number of correct predictions of the full model."""
-        module = self.net.shrink(1.0).module
-        starts = range(0, len(samples[1]), TEST_CHUNK)
-        return sum(
-            count_correct(module, chunk_of(samples, start), self.training) for start in starts
-        )
+    def measure(
+        self, module: nn.Module, samples: Samples, owners: int = 1
+    ) -> Iterator[list[Tensor]]:
+        """The sums of every metric, of shape (owner, k), chunk by chunk of the samples."""
+        whole = samples if owners > 1 else Samples(samples.inputs, samples.targets)
+        for start in range(0, len(samples), TEST_CHUNK):
+            chunk = whole.take(slice(start, start + TEST_CHUNK))
+            yield measure(module, chunk, self.task.metrics, self.training, owners)
 
     def _permuted(self, state: State, order: Order) -> State:
         return self.net.permute(state, order) if order else state
@@ -141,11 +168,13 @@ def learn_honestly(runtime: DeviceRuntime, sub: SubModel, samples: Samples, job:
     """The update of local training."""
     if runtime.method.prepare:
         runtime.method.prepare(sub.module, runtime.net.module)
-    generator = torch.Generator().manual_seed(job.seed)
+    task, training, epochs = runtime.task, runtime.training, runtime.epochs
     try:
-        return train(sub.module, samples, runtime.training, generator, epochs=runtime.epochs)
+        return train(
+            sub.module, samples, task, training, job.seed, epochs=epochs, rate=job.learning_rate
+        )
     except ValueError as error:
-        if len(samples[1]) > 1:
+        if len(samples) > 1:
             raise  # a mistake in the model
         raise UpdateError(f"one sample is too few for this model: {error}") from error
 
@@ -153,35 +182,62 @@ def learn_honestly(runtime: DeviceRuntime, sub: SubModel, samples: Samples, job:
 def train(
     module: nn.Module,
     samples: Samples,
+    task: Task,
     training: Training,
-    generator: torch.Generator,
+    seed: int,
     *,
     epochs: int = 1,
+    rate: float | None = None,
 ) -> dict[str, Tensor]:
-    """Train in place; returns the update of every trained parameter, in main memory."""
+    """Train in place; returns the update of every trained parameter, in main memory.
+
+    `rate` is the learning rate of the round, if it is not that of the first.
+    """
     device = torch.device("cpu" if training.device == "auto" else training.device)
+    generator = torch.Generator().manual_seed(seed)
     module.to(device)
-    inputs, targets = (part.to(device) for part in samples)
+    held = samples.map(lambda tensor: tensor.to(device))
     before = {n: p.detach().clone() for n, p in module.named_parameters() if p.requires_grad}
-    wide = training.channels_last and inputs.dim() == 4
-    layout = torch.channels_last if wide else torch.contiguous_format
-    _lay_out(module, layout)
+    lay_out = _layout(module, held.inputs, training)
     module.train()
     weights: list[Tensor] = [p for p in module.parameters() if p.requires_grad]
-    velocity = [torch.zeros_like(w) for w in weights] if training.momentum else []
+    rate = training.learning_rate if rate is None else rate
+    take_step = optimizer_of(weights, training, rate)
     bf16, convolutions = training.precision == "bf16", _convolutions(training)
-    with _drawing_alike(generator, device):
+    augment = _augmentation(task, training, seed)
+    with _drawing_alike(seed, device):
         for _ in range(epochs):
-            order = torch.randperm(len(targets), generator=generator)
+            order = torch.randperm(len(held), generator=generator)
             for part in batches(order, training.batch):
-                chosen = part.to(device)
-                batch = inputs[chosen].contiguous(memory_format=layout)
+                batch = held.take(part.to(device))
+                inputs, targets = augment(batch.inputs, batch.targets)
+                inputs = lay_out(inputs)
                 with torch.autocast(device.type, torch.bfloat16, enabled=bf16), convolutions():
-                    logits = module(batch)
-                loss = F.cross_entropy(logits.float(), targets[chosen])
-                step(weights, _gradients(loss, weights), velocity, training)
+                    outputs = call(module, inputs)
+                loss = task.loss(_as_float32(outputs), targets)
+                take_step(_gradients(loss, weights))
     after = dict(module.named_parameters())
     return {n: (w - after[n].detach()).contiguous().cpu() for n, w in before.items()}
+
+
+def _as_float32(outputs: Tree) -> Tree:
+    """Outputs for a loss; a model may return more than tensors, such as None for no cache."""
+
+    def convert(leaf: Any) -> Any:
+        return leaf.float() if isinstance(leaf, Tensor) and leaf.is_floating_point() else leaf
+
+    return outputs.float() if isinstance(outputs, Tensor) else tree_map(convert, outputs)
+
+
+def _augmentation(
+    task: Task, training: Training, seed: int
+) -> Callable[[Tree, Tree], tuple[Tree, Tree]]:
+    """What happens to every batch before it is trained on."""
+    change = task.augment if training.augment else None
+    if change is None:
+        return lambda inputs, targets: (inputs, targets)
+    generator = torch.Generator().manual_seed(seed ^ AUGMENT)
+    return lambda inputs, targets: change(inputs, targets, generator)
 
 
 def _convolutions(training: Training) -> Callable[[], AbstractContextManager[object]]:
@@ -194,18 +250,25 @@ def _convolutions(training: Training) -> Callable[[], AbstractContextManager[obj
 
 
 @contextmanager
-def _drawing_alike(generator: torch.Generator, device: torch.device) -> Iterator[None]:
-    """What a module draws by itself (dropout) follows from the generator's seed, too."""
+def _drawing_alike(seed: int, device: torch.device) -> Iterator[None]:
+    """What a module draws by itself (dropout) follows from the seed, too."""
     with torch.random.fork_rng([device] if device.type == "cuda" else []):
-        torch.manual_seed(generator.initial_seed() ^ DROPOUT)
+        torch.manual_seed(seed ^ DROPOUT)
         yield
 
 
-def _lay_out(module: nn.Module, layout: torch.memory_format) -> None:
-    """Put the weights of 2-D convolutions in memory as their images are."""
+def _layout(module: nn.Module, inputs: Tree, training: Training) -> Callable[[Tree], Tree]:
+    """Put weights of 2-D convolutions in memory as their images are; how to lay out a batch."""
+    wide = training.channels_last and any(leaf.dim() == 4 for leaf in tree_leaves(inputs))
+    chosen = torch.channels_last if wide else torch.contiguous_format
     for tensor in (*module.parameters(), *module.buffers()):
         if tensor.dim() == 4:
-            tensor.data = tensor.data.to(memory_format=layout)
+            tensor.data = tensor.data.to(memory_format=chosen)
+
+    def lay_out(leaf: Tensor) -> Tensor:
+        return leaf.contiguous(memory_format=chosen) if leaf.dim() == 4 else leaf.contiguous()
+
+    return lambda batch: tree_map(lay_out, batch)
 
 
 def batches(order: Tensor, size: int) -> list[Tensor]:
@@ -227,45 +290,86 @@ def _gradients(loss: Tensor, weights: list[Tensor]) -> list[Tensor]:
     return [torch.zeros_like(w) if g is None else g for w, g in zip(weights, found, strict=True)]
 
 
+Step = Callable[[list[Tensor]], None]
+"""Moves the weights by their gradients."""
+
+
+def optimizer_of(weights: list[Tensor], training: Training, rate: float) -> Step:
+    """The local optimizer, at the beginning of a round."""
+    move = (_sgd if training.optimizer == "sgd" else _adam)(weights, training, rate)
+
+    @torch.no_grad()
+    def step(gradients: list[Tensor]) -> None:
+        if training.clip_norm:
+            norm = torch.linalg.vector_norm(torch.stack(torch._foreach_norm(gradients)))
+            scale = (training.clip_norm / (norm + 1e-12)).clamp(max=1.0)
+            gradients = [g * scale for g in gradients]
+        if training.weight_decay and training.optimizer != "adamw":
+            gradients = list(torch._foreach_add(gradients, weights, alpha=training.weight_decay))
+        move(gradients)
+
+    return step
+
+
+def _sgd(weights: list[Tensor], training: Training, rate: float) -> Step:
+    velocity = [torch.zeros_like(w) for w in weights] if training.momentum else []
+
+    def move(gradients: list[Tensor]) -> None:
+        if velocity:
+            torch._foreach_mul_(velocity, training.momentum)
+            torch._foreach_add_(velocity, gradients)
+            gradients = velocity
+        torch._foreach_add_(weights, gradients, alpha=-rate)
+
+    return move
+
+
+def _adam(weights: list[Tensor], training: Training, rate: float) -> Step:
+    """Kingma and Ba (2015); `adamw` decays weights directly (Loshchilov and Hutter, 2019)."""
+    first = [torch.zeros_like(w) for w in weights]
+    second = [torch.zeros_like(w) for w in weights]
+    (keep1, keep2), steps = ADAM, itertools.count(1)
+
+    def move(gradients: list[Tensor]) -> None:
+        number = next(steps)
+        if training.optimizer == "adamw":
+            torch._foreach_mul_(weights, 1 - rate * training.weight_decay)
+        torch._foreach_lerp_(first, gradients, 1 - keep1)
+        torch._foreach_mul_(second, keep2)
+        torch._foreach_addcmul_(second, gradients, gradients, 1 - keep2)
+        spread = torch._foreach_sqrt(torch._foreach_div(second, 1 - keep2**number))
+        torch._foreach_add_(spread, 1e-8)
+        torch._foreach_addcdiv_(weights, first, spread, -rate / (1 - keep1**number))
+
+    return move
+
+
 @torch.no_grad()
-def step(
-    weights: list[Tensor], gradients: list[Tensor], velocity: list[Tensor], training: Training
-) -> None:
-    """One step of SGD, all tensors at once."""
-    if training.clip_norm:
-        norm = torch.linalg.vector_norm(torch.stack(torch._foreach_norm(gradients)))
-        scale = (training.clip_norm / (norm + 1e-12)).clamp(max=1.0)
-        gradients = [g * scale for g in gradients]
-    if training.weight_decay:
-        gradients = list(torch._foreach_add(gradients, weights, alpha=training.weight_decay))
-    if velocity:
-        torch._foreach_mul_(velocity, training.momentum)
-        torch._foreach_add_(velocity, gradients)
-        gradients = velocity
-    torch._foreach_add_(weights, gradients, alpha=-training.learning_rate)
+def measure(
+    module: nn.Module,
+    samples: Samples,
+    metrics: Sequence[Metric],
+    training: Training,
+    owners: int = 1,
+) -> list[Tensor]:
+    """The sums of every metric, of shape (owner, k); leaves the module in evaluation mode.
 
-
-def chunk_of(samples: Samples, start: int) -> Samples:
-    """The samples of one chunk."""
-    inputs, targets = samples
-    return inputs[start : start + TEST_CHUNK], targets[start : start + TEST_CHUNK]
-
-
-@torch.no_grad()
-def count_correct(module: nn.Module, samples: Samples, training: Training, batch: int = 100) -> int:
-    """The number of correct predictions; leaves the module in evaluation mode."""
-    device = "cpu" if training.device == "auto" else training.device
+    `owners` is how many there are; samples without owners count as the first one's.
+    """
+    device = torch.device("cpu" if training.device == "auto" else training.device)
     module.to(device)
-    inputs, targets = (part.to(device) for part in samples)
-    if training.channels_last and inputs.dim() == 4:
-        _lay_out(module, torch.channels_last)
-        inputs = inputs.contiguous(memory_format=torch.channels_last)
+    lay_out = _layout(module, samples.inputs, training)
     module.eval()
-    correct = 0
-    for start in range(0, len(targets), batch):
-        chosen = slice(start, start + batch)
-        correct += int((module(inputs[chosen]).argmax(1) == targets[chosen]).sum())
-    return correct
+    sums: list[Tensor] = []
+    for start in range(0, len(samples), TEST_BATCH):
+        batch = samples.take(slice(start, start + TEST_BATCH)).map(lambda x: x.to(device))
+        outputs = call(module, lay_out(batch.inputs))
+        rows = [metric.rows(outputs, batch.targets).double().cpu() for metric in metrics]
+        sums = sums or [torch.zeros(owners, row.shape[1], dtype=torch.float64) for row in rows]
+        whose = torch.zeros(len(batch), dtype=torch.long) if batch.owners is None else batch.owners
+        for total, row in zip(sums, rows, strict=True):
+            total.index_add_(0, whose.cpu(), row)
+    return sums
 
 
 def bf16_pays() -> bool:

@@ -75,3 +75,7 @@ class MissingExtraError(AnycostError, ImportError):
 
 class InfeasibleBudgetError(AnycostError):
     """A device that cannot afford even the smallest strategy; says the least that would do."""
+
+
+class TaskError(AnycostError, ValueError):
+    """Samples, a model, a loss and a metric that do not fit each other."""

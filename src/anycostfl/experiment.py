@@ -7,24 +7,32 @@ Flower, to the simulated fleet all of them (`split`).
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 
-from anycostfl import data, models
-from anycostfl.config import Config, Data, fingerprint
-from anycostfl.device import DeviceRuntime, Samples, Training, bf16_pays
-from anycostfl.errors import ConfigError, TraceError
+from anycostfl import models, tasks
+from anycostfl.config import Config, fingerprint
+from anycostfl.data.prepare import prepare_dataset
+from anycostfl.data.samples import Dataset, Samples, Tree, call, describe
+from anycostfl.data.split import Partition, split_samples
+from anycostfl.device import DeviceRuntime, Training, bf16_pays
+from anycostfl.errors import ConfigError, TaskError, TraceError
 from anycostfl.methods import Method
+from anycostfl.metrics import Metric, Score, main_output, score
 from anycostfl.planning.strategy import Limits
 from anycostfl.server.aggregate import ServerOptimizer
 from anycostfl.server.downlink import Downlink, check_share, first_public
 from anycostfl.shrink import ElasticModel, calibration_batches
 from anycostfl.state import State, clone_state
+from anycostfl.tasks import Task
 
+IGNORED = -100  # the target that torch's cross-entropy leaves out
 PARTITION = 201  # the purpose of the generator that splits the data
 
 
@@ -33,8 +41,8 @@ class Experiment:
     """One experiment on the server, resolved.
 
     `net` is traced once; its module is scratch space, the global weights are in `ServerState`.
-    `test` and `calibration` are empty where the server has no data. `trained` and `blocks` are what
-    every assignment needs of the model.
+    `fitted` is what samples are prepared by. `test` and `calibration` are empty where the server
+    has no data. `trained` and `blocks` are what every assignment needs of the model.
     """
 
     config: Config
@@ -46,18 +54,37 @@ class Experiment:
     fingerprint: str
     downlink: Downlink | None
     initial_weights: State
-    scale: data.Scale | None
+    fitted: State
     test: Samples | None
-    calibration: tuple[Tensor, ...]
+    calibration: tuple[Tree, ...]
     trained: tuple[str, ...]
     blocks: Mapping[str, int]
 
-    def accuracy(self, weights: State) -> float | None:
-        """Of a model on the server's test data; None without any."""
+    def evaluate(self, weights: State) -> Score | None:
+        """How good a model is on the server's test samples; None without any."""
         if self.test is None:
             return None
         self.net.load(weights)
-        return self.runtime.count_correct(self.test) / len(self.test[1])
+        chunks = self.runtime.measure(self.net.shrink(1.0).module, self.test)
+        return score(self.task.metrics, list(chunks))
+
+    @property
+    def task(self) -> Task:
+        """What is learnt."""
+        return self.runtime.task
+
+    def with_learning_rate(self, rate: float) -> Experiment:
+        """The same experiment at another learning rate."""
+        config = replace(self.config, training=replace(self.config.training, learning_rate=rate))
+        training = replace(self.runtime.training, learning_rate=rate)  # as this machine trains
+        digest = fingerprint(config)
+        return replace(
+            self,
+            config=config,
+            runtime=replace(self.runtime, training=training),
+            fingerprint=digest,
+            downlink=self.downlink and replace(self.downlink, fingerprint=digest),
+        )
 
 
 def resolve(config: Config) -> Config:
@@ -79,30 +106,53 @@ def resolve_training(given: Training) -> Training:
     return replace(given, device=device, precision=precision)
 
 
-def load_data(config: Config) -> data.Dataset:
-    """The dataset of an experiment."""
-    return data.load(config.data.name, config.data.path)
+def load_data(config: Config) -> Dataset:
+    """The dataset of an experiment, prepared."""
+    return prepared(tasks.load(config.data.name), config.data.path)
 
 
-def split(given: Data, devices: int, seed: int, dataset: data.Dataset) -> data.Partition:
-    """The samples of every device of a simulated fleet."""
-    random, labels = np.random.default_rng([seed, PARTITION]), dataset.train_labels.numpy()
-    if given.partition == "iid":
-        return data.split_iid(labels, devices, random)
-    return data.split_dirichlet(labels, devices, given.concentration, random)
+def prepared(task: Task, path: str = "") -> Dataset:
+    """The dataset of a task as models take it."""
+    return prepare_dataset(task.preparation, task.dataset(path))
 
 
-def build_experiment(config: Config, dataset: data.Dataset | None = None) -> Experiment:
-    """Initialise and trace the global model; the dataset, if given, is what the server may see."""
+def split(config: Config, samples: Samples) -> Partition:
+    """The training samples of every device of a simulated fleet."""
+    random = splitting_generator(config.run.seed)
+    return split_samples(config.data, samples, config.fleet.devices, random)
+
+
+def splitting_generator(seed: int) -> np.random.Generator:
+    """What a split is drawn from: the same on the server and on devices."""
+    return np.random.default_rng([seed, PARTITION])
+
+
+def build_experiment(
+    config: Config,
+    dataset: Dataset | None = None,
+    *,
+    task: Task | None = None,
+    net: ElasticModel | None = None,
+) -> Experiment:
+    """Trace the initial model; the dataset, if given, is what the server may see, prepared.
+
+    Task and model are those that the configuration names, unless they are given.
+    """
     method, digest = config.method_of(config.run.method), fingerprint(config)
-    module = initial_module(config.model.name, config.run.seed)
-    weights = clone_state(module)
-    net = trace_model(config.model.name, config.model.widths, module, dataset)
+    task = task or tasks.load(config.data.name)
+    if net is None:
+        name, widths = config.model.name, config.model.widths
+        module = initial_module(name, config.run.seed)
+        net = trace_model(name, widths, module, dataset.train if dataset else None)
+    module, weights = net.module, clone_state(net.module)
+    training = resolve_training(config.training)
+    runtime = DeviceRuntime(task, method, net, training, config.workload.epochs)
+    calibration: tuple[Tree, ...] = ()
     if dataset is not None:
-        _check_workload(config, net, dataset)
-    calibration: tuple[Tensor, ...] = ()
-    if dataset is not None and _has_batch_norm(module):
-        calibration = tuple(calibration_batches(dataset.train_images))
+        check_fit(task, net, dataset.train)
+        _check_workload(config, net, dataset.train)
+        if _has_batch_norm(module):
+            calibration = tuple(calibration_batches(dataset.train.inputs))
     downlink = None
     if share := config.compression.downlink:
         check_share(share, first_public(module))
@@ -113,14 +163,12 @@ def build_experiment(config: Config, dataset: data.Dataset | None = None) -> Exp
         limits=config.limits_of(config.run.method),
         optimizer=replace(config.server_optimizer, momentum=method.momentum),
         net=net,
-        runtime=DeviceRuntime(
-            method, net, resolve_training(config.training), config.workload.epochs
-        ),
+        runtime=runtime,
         fingerprint=digest,
         downlink=downlink,
         initial_weights=weights,
-        scale=data.Scale(dataset.mean, dataset.std) if dataset else None,
-        test=(dataset.test_images, dataset.test_labels) if dataset else None,
+        fitted=dataset.fitted if dataset else {},
+        test=dataset.test if dataset else None,
         calibration=calibration,
         trained=tuple(name for name, p in module.named_parameters() if p.requires_grad),
         blocks=net.blocks(),
@@ -135,59 +183,121 @@ def initial_module(model: str, seed: int) -> nn.Module:
 
 
 def trace_model(
-    model: str, widths: str, module: nn.Module, dataset: data.Dataset | None = None
+    name: str, widths: str, module: nn.Module, samples: Samples | None = None
 ) -> ElasticModel:
-    """The model made elastic, checked against the data it will see."""
-    if dataset is None:
+    """The model made elastic, on samples that it will see, or on random ones of its own."""
+    if samples is None:
         with torch.random.fork_rng():
-            return ElasticModel(module, models.load(model).example(2), rule=widths)
+            return elastic(module, models.load(name).example(2), widths)
+    example = samples.take(slice(0, 2)).inputs
     try:
-        net = ElasticModel(module, dataset.train_images[:2], rule=widths)
-    except TraceError:
-        _check_images(model, dataset)
-        raise
-    _check_classes(model, net, dataset)
-    return net
+        return elastic(module, example, widths)
+    except TraceError as error:
+        raise _unfit(name, example) or error from error
+
+
+def elastic(module: nn.Module, example: Tree, widths: str) -> ElasticModel:
+    """The model traced on an example, whose parts are passed as the module takes them."""
+    if isinstance(example, Tensor):
+        return ElasticModel(module, example, rule=widths)
+    if isinstance(example, Mapping):
+        return ElasticModel(module, rule=widths, **example)
+    return ElasticModel(module, *example, rule=widths)
+
+
+def _unfit(name: str, example: Tree) -> ConfigError | None:
+    """What to say if the model fails because it takes other samples than the task has."""
+    if name not in models.names() or describe(taken := models.load(name).example(2)) == describe(
+        example
+    ):
+        return None
+    return ConfigError(
+        [f"data: given samples of {describe(example)}, but model {name} takes {describe(taken)}; "
+         "choose another model, or write one that takes them (docs/tutorials/own-data.md)"]
+    )  # fmt: skip
 
 
 def _has_batch_norm(module: nn.Module) -> bool:
     return any(isinstance(m, nn.modules.batchnorm._BatchNorm) for m in module.modules())
 
 
-def _check_images(model: str, dataset: data.Dataset) -> None:
-    """The model failed on images; perhaps it expects others."""
-    images = tuple(dataset.train_images.shape[1:])
-    expected = tuple(models.load(model).example(1).shape[1:])
-    if images != expected:
-        raise ConfigError(
-            [f"data.name: {dataset.name} has images of {images}, but model {model} "
-             f"takes {expected}; choose another model, or write one that takes them "
-             "(docs/extend.md)"]
-        )  # fmt: skip
-
-
-def _check_workload(config: Config, net: ElasticModel, dataset: data.Dataset) -> None:
-    """W of the images that the model expects is not W of images of another size."""
-    spec, given = models.load(config.model.name), config.workload.flops_per_sample
-    shape = dataset.train_images.shape[1:]
-    if shape == spec.example(1).shape[1:]:
+def _check_workload(config: Config, net: ElasticModel, samples: Samples) -> None:
+    """W of the samples that the model expects is not W of samples of another size."""
+    given, name = config.workload.flops_per_sample, config.model.name
+    if name not in models.names():
         return
-    expected = ElasticModel(spec.build(), spec.example(2)).training_flops
+    spec, example = models.load(name), samples.take(slice(0, 2)).inputs
+    if describe(example) == describe(spec.example(2)):
+        return
+    expected = elastic(spec.build(), spec.example(2), "sqrt").training_flops
     measured = net.training_flops
     if given == expected != measured:
         raise ConfigError(
-            [f"workload.flops_per_sample: given {given:.6g}, but with images of {tuple(shape)} "
-             f"{config.model.name} takes {measured:.6g}; "
+            [f"workload.flops_per_sample: given {given:.6g}, but with samples of "
+             f"{describe(example)} {name} takes {measured:.6g}; "
              f"--set workload.flops_per_sample={measured:.6g}"]
         )  # fmt: skip
 
 
-def _check_classes(model: str, net: ElasticModel, dataset: data.Dataset) -> None:
-    """Every label must be one of the model's outputs."""
-    with torch.inference_mode():
-        outputs = net.shrink(1.0).module.eval()(dataset.train_images[:2]).shape[-1]
-    if dataset.classes > outputs:
+# --- does everything fit together? ----------------------------------------------------------------
+
+
+def check_fit(task: Task, net: ElasticModel, samples: Samples) -> None:
+    """Try model, loss and metrics on two samples, so that what does not fit is said at once."""
+    few, module = samples.take(slice(0, 2)), net.shrink(1.0).module.eval()
+    outputs = call(module, few.inputs)
+    _check_classes(main_output(outputs), samples.targets)
+    given = f"outputs {describe(outputs)} and targets {describe(few.targets)}"
+    try:
+        loss = task.loss(outputs, few.targets)
+    except TaskError:
+        raise
+    except Exception as error:
+        raise TaskError(f"the loss fails on {given}: {error}") from error
+    if not isinstance(loss, Tensor) or loss.numel() != 1:
+        what = tuple(loss.shape) if isinstance(loss, Tensor) else type(loss).__name__
+        raise TaskError(f"the loss returned {what} on {given}; must be one number, such as a mean")
+    if not loss.requires_grad:
+        raise TaskError(
+            "the loss has no gradient: it must be computed from the outputs by operations of "
+            "torch, without .detach(), .item(), argmax or numpy"
+        )
+    if not math.isfinite(loss.item()):
+        raise TaskError(f"the loss of the untrained model is {loss.item()} on two samples")
+    for metric in task.metrics:
+        _check_metric(metric, outputs, few.targets, given)
+
+
+def _check_metric(metric: Metric, outputs: Tree, targets: Tree, given: str) -> None:
+    try:
+        with torch.no_grad():
+            rows = metric.rows(outputs, targets)
+            if rows.dim() != 2 or len(rows) != len(tree_leaves(targets)[0]):
+                shape = tuple(rows.shape)
+                raise TaskError(
+                    f"metric {metric.name}: its rows have shape {shape}, must be (sample, sums)"
+                )
+            value = float(metric.value(rows.double().sum(0)))
+    except TaskError:
+        raise
+    except Exception as error:
+        raise TaskError(f"metric {metric.name} fails on {given}: {error}") from error
+    if math.isnan(value):
+        raise TaskError(f"metric {metric.name}: returned no number on {given}")
+
+
+def _check_classes(scores: Tensor, targets: Tree) -> None:
+    """Classes, where targets are, must be outputs of the model."""
+    if not isinstance(targets, Tensor) or targets.is_floating_point():
+        return
+    if scores.dim() != targets.dim() + 1:
+        return  # no scores of classes
+    first = scores.shape[:1] + scores.shape[2:] == scores.shape[:1] + targets.shape[1:]
+    classes = scores.shape[1 if first else -1]
+    bad = ((targets >= classes) | (targets < 0)) & (targets != IGNORED)
+    if bad.any():
+        at = tuple(bad.nonzero()[0].tolist())
         raise ConfigError(
-            [f"data.name: {dataset.name} has labels up to {dataset.classes - 1}, but model "
-             f"{model} has {outputs} outputs; labels must be 0 to {outputs - 1}"]
+            [f"targets: sample {at[0]} is of class {int(targets[at])}, but the model has {classes} "
+             f"outputs; must be 0 to {classes - 1}"]
         )  # fmt: skip

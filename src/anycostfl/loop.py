@@ -22,6 +22,7 @@ from anycostfl.rounds import (
     first_state,
     is_evaluated,
     open_round,
+    with_score,
 )
 
 
@@ -67,7 +68,7 @@ def run_rounds(
                 # Now and then: how good is the model?
                 if is_evaluated(run, number):
                     state = calibrate(experiment, state)
-                    record = replace(record, accuracy=devices.evaluate(state.weights))
+                    record = with_score(record, devices.evaluate(state.weights))
                 clock.lap("evaluate_s")
                 state = replace(state, memories=devices.memory())
             yield RoundResult(record, state, clock.laps)

@@ -1,8 +1,8 @@
-"""Methods and models by name: one file each, in this package or in a custom folder.
+"""Methods, models and tasks by name: one file each, in this package or in a custom folder.
 
-With ANYCOSTFL_PATH=FOLDER, FOLDER/methods/NAME.py and FOLDER/models/NAME.py are found as if they
-were in the package. The environment is set by the user who runs a process, so a server cannot make
-a device run a file that its owner did not put there.
+With ANYCOSTFL_PATH=FOLDER, FOLDER/methods/NAME.py, FOLDER/models/NAME.py and FOLDER/tasks/NAME.py
+are found as if they were in the package. The environment is set by the user who runs a process, so
+a server cannot make a device run a file that its owner did not put there.
 """
 
 from __future__ import annotations
@@ -19,11 +19,12 @@ from types import ModuleType
 from anycostfl.errors import UnknownNameError
 
 VARIABLE = "ANYCOSTFL_PATH"
-KINDS = ("methods", "models")
+KINDS = ("methods", "models", "tasks")
+IN_MEMORY = "in-memory"  # the name of a task or model that was given as a Python object
 
 
 def own_folders(kind: str) -> list[str]:
-    """Folders of custom methods or models, after the package's."""
+    """Folders of custom methods, models or tasks, after the package's."""
     given = os.environ.get(VARIABLE, "").split(os.pathsep)
     return [str(Path(folder, kind).resolve()) for folder in given if folder]
 
@@ -84,4 +85,4 @@ def _looked() -> str:
     where = os.environ.get(VARIABLE)
     if where:
         return f" (looked in {VARIABLE}={where} too)"
-    return f" (for a custom one, set {VARIABLE}; docs/extend.md)"
+    return f" (for a custom one, set {VARIABLE}; docs/tutorials/own-data.md)"

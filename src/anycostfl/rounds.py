@@ -26,6 +26,7 @@ from anycostfl.device import Job, Reply
 from anycostfl.errors import PayloadError
 from anycostfl.experiment import Experiment
 from anycostfl.methods import Method
+from anycostfl.metrics import Score
 from anycostfl.planning import cost
 from anycostfl.planning.cost import Devices, Workload
 from anycostfl.planning.draw import Cohort
@@ -57,7 +58,8 @@ class ServerState:
 
     `weights` are the global model's, `velocity` the optimizer's, `public` the model as devices know
     it where the downlink is compressed, `moved` says from where each channel came since the first
-    round. `memories` are what simulated devices remember; real ones keep them.
+    round. `memories` are what simulated devices remember; real ones keep them. `fitted` is what
+    samples are prepared by (`data.prepare`), where the server learnt it from its devices.
     """
 
     rounds: int  # finished
@@ -66,13 +68,14 @@ class ServerState:
     public: State = field(default_factory=dict)
     moved: Order = field(default_factory=dict)
     memories: Mapping[int, State] = field(default_factory=dict)
+    fitted: State = field(default_factory=dict)
     suspensions: Suspensions = field(default_factory=Suspensions)
     ledger: Ledger = field(default_factory=Ledger)
 
     def checkpoint(self) -> Checkpoint:
         """What has to be saved; the rest follows from the journal."""
         kinds = {"model": self.weights, "velocity": self.velocity}
-        kinds |= {"public": self.public, "moved": self.moved}
+        kinds |= {"public": self.public, "moved": self.moved, "fitted": self.fitted}
         memories = {f"{MEMORY}/{device}": state for device, state in self.memories.items()}
         return Checkpoint(self.rounds, {**kinds, **memories})
 
@@ -101,6 +104,7 @@ def restored_state(
         public=point["public"],
         moved=point["moved"],
         memories=point.memories(),
+        fitted=point["fitted"],
         suspensions=suspensions_after(records, experiment.config.gate),
         ledger=ledger_of(records),
     )
@@ -127,12 +131,14 @@ class Offers:
     """The devices of a round, and what each can spend.
 
     `drawn` is what the draw would have chosen without suspensions; `silent` are devices that
-    were chosen and did not say what they can afford.
+    were chosen and did not say what they can afford. `fitted` is what samples
+    are prepared by.
     """
 
     cohort: Cohort
     drawn: Sequence[int] = ()
     silent: Sequence[int] = ()
+    fitted: State = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -146,12 +152,21 @@ class Assignment:
     elements: int  # of what it uploads
     upload: Upload
     seed: int
+    learning_rate: float
     weight: float
     download: int  # bytes of the sub-model, uncompressed
 
     def job(self, memory: State | None, moved: Order) -> Job:
         """What the device has to know, with what it remembered."""
-        return Job(self.device, self.plan.alpha, self.upload, self.seed, memory, moved)
+        return Job(
+            device=self.device,
+            alpha=self.plan.alpha,
+            upload=self.upload,
+            seed=self.seed,
+            learning_rate=self.learning_rate,
+            memory=memory,
+            moved=moved,
+        )
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -175,6 +190,7 @@ def open_round(
 ) -> tuple[ServerState, RoundPlan]:
     """Sort the channels (Sec. III-B.1), then plan what every device does (Sec. IV)."""
     number, net = state.rounds, experiment.net
+    state = replace(state, fitted=offers.fitted or state.fitted)
     if experiment.method.sorts_channels:
         order = net.sorting_order(state.weights)
         state = replace(
@@ -242,6 +258,7 @@ def _assign_one(
         elements=elements,
         upload=upload,
         seed=draw_seed(config.run.seed, number, device, Purpose.SHUFFLE),
+        learning_rate=config.training.rate_in(number, config.run.rounds),
         weight=weight,
         download=net.bytes_of(plan),
     )
@@ -431,6 +448,11 @@ def calibrate(experiment: Experiment, state: ServerState) -> ServerState:
     return replace(state, weights=clone_state(net.module))
 
 
+def with_score(record: RoundRecord, score: Score | None) -> RoundRecord:
+    """A record with what an evaluation found."""
+    return replace(record, metric=score.value, others=dict(score.others)) if score else record
+
+
 def is_evaluated(run: Run, number: int) -> bool:
     """Whether a round ends with an evaluation; the last one always does."""
     return (number + 1) % run.evaluate_every == 0 or number + 1 == run.rounds
@@ -466,6 +488,7 @@ def _infeasible(plan: RoundPlan, i: int) -> DeviceRecord:
         distance_m=float(cohort.distance_m[i]),
         rate_bps=float(devices.rate_bps[i]),
         budget_j=float(devices.energy_j[i]),
+        budget_s=float(devices.latency_s[i]),
     )
 
 

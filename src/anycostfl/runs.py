@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from anycostfl import methods, models
+from anycostfl import methods, models, tasks
 from anycostfl.config import Config, parse_config, to_toml
 from anycostfl.errors import AnycostError
 from anycostfl.loop import Rounds
@@ -78,10 +78,12 @@ def files_of(config: Config) -> dict[str, str]:
 
 
 def check_files(folder: Path, config: Config) -> None:
-    """Refuse to resume with another method, model, data or profile than a run began with."""
+    """Refuse to resume with another method, model, task, data or profile than a run began with."""
     then, given = read_own_files(folder), files_of(config)
     now = {**own_files(), **given}
-    own = (methods.file_of(config.run.method), models.file_of(config.model.name))
+    own = [methods.file_of(config.run.method), models.file_of(config.model.name)]
+    if not config.data.name.endswith(".npz"):
+        own.append(tasks.file_of(config.data.name))
     for file in (*own, *(name for name in given if name in then)):
         if then.get(file) != now.get(file):
             raise AnycostError(
@@ -92,19 +94,18 @@ def check_files(folder: Path, config: Config) -> None:
 
 def journal(rounds: Rounds, config: Config, writer: RunWriter) -> Rounds:
     """Pass on each round after journalling it; save checkpoints when due, and when stopped."""
-    latest, saved = None, 0
+    unsaved = None
     with writer.exclusive():
         try:
             for result in rounds:
                 writer.append(result.record, result.seconds)
-                latest = result.state
-                done = latest.rounds
+                unsaved, done = result.state, result.state.rounds
                 if done % config.run.checkpoint_every == 0 or done == config.run.rounds:
-                    writer.checkpoint(latest.checkpoint())
-                    saved = done
+                    writer.checkpoint(unsaved.checkpoint())
+                    unsaved = None
                 yield result
         except (KeyboardInterrupt, GeneratorExit):
             rounds.close()
-            if latest is not None and latest.rounds > saved:
-                writer.checkpoint(latest.checkpoint())
+            if unsaved is not None:
+                writer.checkpoint(unsaved.checkpoint())
             raise

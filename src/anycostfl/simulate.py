@@ -2,38 +2,37 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from contextlib import nullcontext
 from functools import partial
 
 from anycostfl.config import Config
+from anycostfl.data.samples import Dataset
 from anycostfl.device import cores
 from anycostfl.errors import ConfigError
-from anycostfl.experiment import build_experiment, load_data, resolve, split
+from anycostfl.experiment import Experiment, build_experiment, load_data, resolve, split
 from anycostfl.fleets.pool import Pool
 from anycostfl.fleets.simulated import Holdings, SimulatedFleet
 from anycostfl.loop import Rounds, run_rounds
-from anycostfl.records.round import RoundRecord
 from anycostfl.records.run import SavedRun
 from anycostfl.rounds import start_state
 
 
-def run(config: Config, *, workers: int = 1) -> Iterator[RoundRecord]:
-    """Simulate an experiment, one record per round."""
-    for result in simulate(config, workers=workers):
-        yield result.record
-
-
 def simulate(config: Config, *, workers: int = 1, start: SavedRun | None = None) -> Rounds:
     """The rounds of a simulated experiment; data and model are loaded at once, before any round."""
-    workers, config = count_workers(workers), resolve(config)
+    config = resolve(config)
     dataset = load_data(config)
-    experiment = build_experiment(config, dataset)
-    parts = split(config.data, config.fleet.devices, config.run.seed, dataset)
+    return simulate_on(build_experiment(config, dataset), dataset, workers=workers, start=start)
+
+
+def simulate_on(
+    experiment: Experiment, dataset: Dataset, *, workers: int = 1, start: SavedRun | None = None
+) -> Rounds:
+    """The rounds of an experiment that was built, on its prepared dataset."""
+    config, workers = experiment.config, count_workers(workers)
     state = start_state(experiment, start)
     fleet = SimulatedFleet(
         experiment,
-        Holdings.of(dataset, parts),
+        Holdings.of(dataset, split(config, dataset.train)),
         memories=state.memories,
         executor=partial(Pool, config, workers) if workers > 1 else nullcontext,
     )

@@ -9,13 +9,11 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Annotated
 
-import typer
 from rich.box import SIMPLE_HEAD
 from rich.console import Console, JustifyMethod
 from rich.table import Table
 from rich.text import Text
-
-LONGEST_NAME = 20  # characters; shorter names are not folded
+from typer import Option
 
 out = Console(highlight=False, markup=False, emoji=False)
 err = Console(stderr=True, highlight=False, markup=False, emoji=False)
@@ -37,7 +35,7 @@ def note(*remarks: str) -> None:
         err.print(Text.assemble(("note:", "yellow"), f" {remark}"), soft_wrap=True)
 
 
-Json = Annotated[bool, typer.Option("--json", help="One JSON document on stdout, nothing else")]
+Json = Annotated[bool, Option("--json", help="One JSON document on stdout, nothing else")]
 
 
 def emit_json(document: Mapping[str, object]) -> None:
@@ -45,19 +43,19 @@ def emit_json(document: Mapping[str, object]) -> None:
     out.file.write(json.dumps(document, indent=2, allow_nan=False) + "\n")
 
 
-def table(title: str, columns: Sequence[str], rows: Sequence[Sequence[object]]) -> Table:
-    """A table; columns whose title starts with '>' are right-aligned.
+def print_table(title: str, columns: Sequence[str], rows: Sequence[Sequence[object]]) -> None:
+    """Print a table; columns whose title starts with '>' are right-aligned.
 
     Where space is short, numbers are folded before the names in the first column.
     """
     view = Table(title=title, title_justify="left", box=SIMPLE_HEAD, padding=(0, 1, 0, 0))
     view.min_width = min(len(title), out.width)  # else rich folds it
     view.show_header = any(column.removeprefix(">") for column in columns)
-    short = all(len(str(row[0])) <= LONGEST_NAME for row in rows)
+    short = all(len(str(row[0])) <= 20 for row in rows)  # longer names are folded too
     for number, column in enumerate(columns):
         side: JustifyMethod = "right" if column.startswith(">") else "left"
         whole = short and number == 0
         view.add_column(column.removeprefix(">"), justify=side, overflow="fold", no_wrap=whole)
     for row in rows:
         view.add_row(*map(str, row))
-    return view
+    out.print(view)

@@ -2,29 +2,39 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated
 
-import typer
+from typer import Argument, Option
 
-from anycostfl.config import preset_names, profile_names
-from anycostfl.errors import ConfigError
+from anycostfl.config import Config, load_preset, preset_names, profile_names
 
 PRESETS = f"A preset ({', '.join(preset_names())}), or a .toml file"
 PROFILES = f"a profile ({', '.join(profile_names())}), or a .toml file"
 
-Preset = Annotated[str, typer.Argument(help=PRESETS)]
-MaybePreset = Annotated[str | None, typer.Argument(help=f"{PRESETS}; demo if not given")]
+Preset = Annotated[str, Argument(help=PRESETS)]
+MaybePreset = Annotated[str | None, Argument(help=f"{PRESETS}; demo if not given")]
 Overrides = Annotated[
     list[str] | None,
-    typer.Option("--set", metavar="SECTION.KEY=VALUE", help="Override a key; may be repeated"),
+    Option("--set", metavar="SECTION.KEY=VALUE", help="Override a key; may be repeated"),
 ]
-Plot = Annotated[Path | None, typer.Option("--plot", help="Also draw a figure into this file")]
+Plot = Annotated[Path | None, Option("--plot", help="Also draw a figure into this file")]
+RunFolder = Annotated[Path | None, Option("--out", help="Run directory")]
+Resume = Annotated[Path | None, Option(help="Resume this run directory")]
+Workers = Annotated[int, Option(help="Processes; 0: one per core")]
+TotalRounds = Annotated[
+    int | None, Option(min=1, help="Total rounds; default: as in the preset or run")
+]
 
 
-def parse_address(text: str, option: str) -> tuple[str, int]:
-    """HOST:PORT as an option gives it; an IPv6 host may be in brackets."""
-    host, _, port = text.rpartition(":")
-    if not host or "/" in host or not port.isdecimal() or not 0 < int(port) < 65536:
-        raise ConfigError([f"{option}: given {text!r}, must be HOST:PORT"])
-    return host.strip("[]"), int(port)
+def load_config(
+    preset: str,
+    overrides: Sequence[str] | None,
+    rounds: int | None = None,
+    target: float | None = None,
+) -> Config:
+    """A preset with what --set, --rounds and --target say instead."""
+    options = {"run.rounds": rounds, "run.target": target}
+    given = [f"{key}={value}" for key, value in options.items() if value is not None]
+    return load_preset(preset, [*(overrides or []), *given])

@@ -5,22 +5,23 @@ from __future__ import annotations
 import itertools
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Iterator, Mapping
+from contextlib import nullcontext, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
-from anycostfl.cli._console import emit_json, note, out, say, table
-from anycostfl.config import Config
+from anycostfl.cli._console import emit_json, note, out, print_table, say
+from anycostfl.config import Config, to_toml
 from anycostfl.errors import ConfigError, MissingExtraError
 from anycostfl.files import writing_to
-from anycostfl.records.round import RoundRecord, Status, total
-from anycostfl.records.run import ELSEWHERE, PAGE
+from anycostfl.metrics import METRICS, MetricInfo
+from anycostfl.records.round import Records, RoundRecord, Status, total
+from anycostfl.records.run import ELSEWHERE, PAGE, RunWriter
 from anycostfl.report import draw_curves, summarise, write_page
-from anycostfl.runs import Resumed, check_engine, resume
+from anycostfl.runs import Resumed, begin, check_engine, resume
 
 WHAT_WOULD_DO = (
     "`anycostfl plan PRESET` says what budgets would suffice (fleet.latency_s, fleet.energy_min_j, "
@@ -28,14 +29,17 @@ WHAT_WOULD_DO = (
 )
 
 MISHAPS = {
-    "devices_sat_out": "infeasible",
+    "devices_infeasible": "infeasible",
     "devices_failed": "failed",
     "updates_refused": "refused",
     "refused_because": "because of",
-    "updates_left_out": "excluded",
-    "devices_benched": "devices suspended",
-    "rounds_benched": "rounds suspended",
+    "updates_excluded": "excluded",
+    "devices_suspended": "devices suspended",
+    "rounds_suspended": "rounds suspended",
 }
+
+
+# --- the folder -----------------------------------------------------------------------------------
 
 
 def free_folder(name: str) -> Path:
@@ -66,11 +70,29 @@ def resume_run(
     if rounds is not None:
         if rounds < len(run.records):
             raise ConfigError([f"--rounds: given {rounds}, must be >= {len(run.records)}"])
+        if rounds != run.config.run.rounds and run.config.training.schedule != "constant":
+            raise ConfigError(
+                [f"--rounds: given {rounds}, must be {run.config.run.rounds}: the learning rate of "
+                 "this run is scheduled to end with its last round"]
+            )  # fmt: skip
         longer = replace(run.config.run, rounds=rounds)
         run = replace(run, config=replace(run.config, run=longer))
     check_engine(run, simulated=simulated)
     note(*run.saved.remarks)
     return run
+
+
+def open_folder(
+    before: Resumed | None, out_dir: Path | None, name: str, config: Config
+) -> RunWriter:
+    """The directory of a run that is resumed, or a new one."""
+    if before is None:
+        return begin(out_dir or free_folder(Path(name).stem), config)
+    before.writer.reconfigure(to_toml(config))
+    return before.writer
+
+
+# --- while they run -------------------------------------------------------------------------------
 
 
 def follow(
@@ -80,71 +102,73 @@ def follow(
     folder: Path,
     *,
     quiet: bool,
-) -> None:
-    """Add rounds to the records as they come, show them, and keep the page of the run fresh."""
-    next_page = 0.0
-    before = time.monotonic()
-    with _progress(config, len(records), quiet=quiet) as show:
-        for record in rounds:
-            records.append(record)
-            now = time.monotonic()
-            show(records, now - before)
-            before = now
-            if len(records) % config.run.checkpoint_every == 0 and len(records) >= next_page:
-                _write_views(config, folder, records, curves=False)
-                next_page = 1.05 * len(records)  # so that pages of long runs cost little in all
+) -> bool:
+    """Add rounds to the records as they come, show them, and keep the page of the run fresh.
 
-
-Show = Callable[[Sequence[RoundRecord], float], None]
-"""Shows the rounds done so far and how long the last one took."""
-
-
-@contextmanager
-def _progress(config: Config, first: int, *, quiet: bool) -> Iterator[Show]:
-    """A live line on a terminal, one line a round elsewhere, nothing if quiet."""
-    if quiet:
-        yield lambda _done, _seconds: None
-        return
-    if not out.is_terminal:
-        yield lambda done, seconds: say(_line(done, seconds))
-        return
+    True if Ctrl-C stopped them.
+    """
     columns = (
         TextColumn("round {task.completed:.0f}/{task.total:.0f}"),
         BarColumn(bar_width=20),
         TextColumn("{task.description}"),
         TimeRemainingColumn(compact=True),
     )
-    with Progress(*columns, console=out) as bar:
-        task = bar.add_task("starting", total=config.run.rounds, completed=first)
+    bar = Progress(*columns, console=out)
+    task = bar.add_task("starting", total=config.run.rounds, completed=len(records))
+    live = out.is_terminal and not quiet
+    next_page, before = 0.0, time.monotonic()
+    try:
+        with bar if live else nullcontext():
+            for record in rounds:
+                records.append(record)
+                now = time.monotonic()
+                if live:
+                    line = _line(records, config.metric, now - before)
+                    bar.update(task, completed=len(records), description=line)
+                elif not quiet:
+                    say(f"round {len(records):4d}  {_line(records, config.metric, now - before)}")
+                before = now
+                if len(records) % config.run.checkpoint_every == 0 and len(records) >= next_page:
+                    _write_views(config, folder, records, curves=False)
+                    next_page = 1.05 * len(records)  # so that pages of long runs cost little in all
+    except KeyboardInterrupt:
+        return True
+    return False
 
-        def show(done: Sequence[RoundRecord], seconds: float) -> None:
-            bar.update(task, completed=len(done), description=_line(done, seconds, short=True))
 
-        yield show
-
-
-def _line(done: Sequence[RoundRecord], seconds: float, *, short: bool = False) -> str:
+def _line(done: Records, info: MetricInfo, seconds: float) -> str:
+    """What was reached and spent, and how long the last round took."""
     spent = total(done)
-    accuracy = next((r.accuracy for r in reversed(done) if r.accuracy is not None), None)
-    shown = "  –  " if accuracy is None else f"{100 * accuracy:5.2f} %"
-    line = (
-        f"accuracy {shown}  {spent.latency_s / 60:6.2f} min  {spent.energy_j / 1e3:7.3f} kJ  "
-        f"{spent.bytes_up / 1e6:7.1f} MB up  {seconds:5.1f} s/round"
-    )
-    return line if short else f"round {len(done):4d}  {line}"
+    cost = f"{spent.latency_s / 60:6.2f} min  {spent.energy_j / 1e3:7.3f} kJ"
+    size = f"{spent.bytes_up / 1e6:7.1f} MB up"
+    return f"{last_metric(done, info)}  {cost}  {size}  {seconds:5.1f} s/round"
+
+
+def last_metric(done: Records, info: MetricInfo) -> str:
+    """The newest value of the metric, with its name."""
+    value = next((r.metric for r in reversed(done) if r.metric is not None), None)
+    return f"{info.name} {info.show(value):>7}"
+
+
+def _write_views(config: Config, folder: Path, records: Records, *, curves: bool = True) -> None:
+    """The page and the picture of a run; if they cannot be written, the run continues without."""
+    try:
+        write_page([folder])
+        with suppress(MissingExtraError):
+            if curves:
+                draw_curves({config.run.method: records}, config.metric, folder / "curves.png")
+    except (OSError, ConfigError) as error:
+        note(str(error))
+
+
+# --- what they came to ----------------------------------------------------------------------------
 
 
 def conclude(
-    config: Config,
-    folder: Path,
-    records: Sequence[RoundRecord],
-    *,
-    stopped: bool,
-    json: bool,
-    real: bool = False,
+    config: Config, folder: Path, records: Records, *, stopped: bool, json: bool, real: bool = False
 ) -> None:
     """Write the page and the figure, and show what the rounds came to, perhaps on real devices."""
-    summary = summarise(config.run.method, config.run.target_accuracy, records)
+    summary = summarise(config.run.method, config.metric, config.run.target, records)
     _write_views(config, folder, records)
     if why := nothing_learnt(records):
         note(why)
@@ -153,11 +177,11 @@ def conclude(
         return
     title = f"{config.summary or folder.name}: {len(records)} rounds of {config.run.method}"
     share = _share_of_whole_models(config, records)
-    out.print(table(title, ("", ""), list(in_words(summary, share, real=real))))
+    print_table(title, ("", ""), list(in_words(summary, config.metric, share, real=real).items()))
     say(f"Everything is in {folder}; to look at it, open {folder / PAGE}")
 
 
-def nothing_learnt(records: Sequence[RoundRecord]) -> str:
+def nothing_learnt(records: Records) -> str:
     """Why the model is as it was at first, if no update ever counted."""
     devices = [d for record in records for d in record.devices]
     if not devices or any(d.status is Status.OK for d in devices):
@@ -170,47 +194,40 @@ def nothing_learnt(records: Sequence[RoundRecord]) -> str:
     )
 
 
-def _write_views(
-    config: Config, folder: Path, records: Sequence[RoundRecord], *, curves: bool = True
-) -> None:
-    """The page and the picture of a run; if they cannot be written, the run continues without."""
-    try:
-        write_page([folder])
-        with suppress(MissingExtraError):
-            if curves:
-                draw_curves({config.run.method: records}, folder / "curves.png")
-    except (OSError, ConfigError) as error:
-        note(str(error))
-
-
 def in_words(
-    summary: Mapping[str, Any], share: str, *, real: bool = False
-) -> Iterator[tuple[str, str]]:
+    summary: Mapping[str, Any], info: MetricInfo, share: str = "", *, real: bool = False
+) -> dict[str, str]:
     """What a run came to, for a person; what did not happen is not mentioned."""
-    if summary["final_accuracy"] is not None:
-        final, best = 100 * summary["final_accuracy"], 100 * summary["best_accuracy"]
-        yield "accuracy", f"{final:.2f} %, at best {best:.2f} %"
-    yield "cost", spent(summary["simulated_minutes"], summary["energy_kj"], real=real)
-    up, down = (_short(summary[key]) for key in ("uploaded_mb", "downloaded_mb"))
-    yield "bytes", f"{up} MB up{share}, {down} MB down"
+    words = {}
+    if summary["final"] is not None:
+        words[info.name] = f"{info.show(summary['final'])}, at best {info.show(summary['best'])}"
+    words |= {name: _other(name, value, info) for name, value in summary["others"].items()}
+    words["cost"] = spent(summary["simulated_minutes"], summary["energy_kj"], real=real)
+    up, down = _short(summary["uploaded_mb"]), _short(summary["downloaded_mb"])
+    words["bytes"] = f"{up} MB up{share}, {down} MB down"
     if summary["mean_alpha"]:
-        yield "on average", f"α {summary['mean_alpha']:.2f}, β {summary['mean_beta']:.4f}"
-    goal, rounds = f"to {100 * summary['target_accuracy']:g} %", summary["rounds_to_target"]
-    if rounds is None:
-        yield goal, "not reached"
-    else:
-        cost = spent(summary["minutes_to_target"], summary["kj_to_target"], real=real)
-        yield goal, f"{rounds} rounds, {cost}"
-    for key, title in MISHAPS.items():
-        if summary[key]:
-            yield title, counted(summary[key])
+        words["on average"] = f"α {summary['mean_alpha']:.2f}, β {summary['mean_beta']:.4f}"
+    if summary["target"] is not None:
+        goal, rounds = f"to {info.show(summary['target'])}", summary["rounds_to_target"]
+        words[goal] = "not reached"
+        if rounds is not None:
+            cost = spent(summary["minutes_to_target"], summary["kj_to_target"], real=real)
+            words[goal] = f"{rounds} rounds, {cost}"
+    return words | {title: counted(summary[key]) for key, title in MISHAPS.items() if summary[key]}
+
+
+def _other(name: str, value: float, info: MetricInfo) -> str:
+    """A further value: of the same metric for some owners, or of another one."""
+    known = METRICS.get(name)
+    about = info if name.startswith(info.name) else known.info if known else MetricInfo("", "", 1.0)
+    return about.show(value)
 
 
 def counted(value: int | Mapping[str, int]) -> str:
     """How often something happened, perhaps by its cause."""
-    if isinstance(value, int):
-        return str(value)
-    return ", ".join(f"{cause} {times}" for cause, times in value.items())
+    if isinstance(value, Mapping):
+        return ", ".join(f"{cause} {times}" for cause, times in value.items())
+    return str(value)
 
 
 def spent(minutes: float, kilojoules: float, *, real: bool = False) -> str:
@@ -224,7 +241,7 @@ def _short(value: float) -> str:
     return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
 
 
-def _share_of_whole_models(config: Config, records: Sequence[RoundRecord]) -> str:
+def _share_of_whole_models(config: Config, records: Records) -> str:
     """How many times less was uploaded than as many whole models take, if it was."""
     sizes = [d.bytes_up for record in records for d in record.devices if d.bytes_up]
     whole = len(sizes) * config.workload.size_bits / 8

@@ -1,55 +1,41 @@
-"""What `compare` and `sweep` share: options, lists, progress, going on alone."""
+"""What `compare` and `sweep` share: options, runs, progress, what becomes of a finding."""
 
 from __future__ import annotations
 
 import math
 import subprocess
 import sys
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Annotated
 
-import typer
+from typer import Exit, Option
 
-from anycostfl.cli._console import emit_json, err, out, say, table
-from anycostfl.config import Config, load_preset
+from anycostfl import methods
+from anycostfl.cli._console import emit_json, err, print_table, say
+from anycostfl.cli._rounds import last_metric
 from anycostfl.errors import ConfigError
-from anycostfl.evaluation.compare import TRIAL, Case, CompareError, Series
-from anycostfl.experiment import resolve
+from anycostfl.evaluation.compare import TRIAL, Case, CompareError, Finding, Series
 from anycostfl.files import exclusive_lock, open_nofollow, writing_to
 from anycostfl.records.round import Records
+from anycostfl.records.run import ELSEWHERE
 from anycostfl.simulate import count_workers
 
 EVERY = 10  # rounds between two lines of progress
-OTHERWISE, AGAIN = "Choose another --out", "The same command tries again"
 
-Target = Annotated[float | None, typer.Option(help="Accuracy to reach; default: the preset's")]
-Rounds = Annotated[int | None, typer.Option(help="Most rounds of a run; default: the preset's")]
+Target = Annotated[float | None, Option(help="Value of the metric to reach; default: the preset's")]
+Rounds = Annotated[int | None, Option(help="Most rounds of a run; default: the preset's")]
 Rates = Annotated[
-    str,
-    typer.Option("--learning-rates", "--rates", help="Learning rates to try, separated by commas"),
+    str, Option("--learning-rates", "--rates", help="Learning rates to try, separated by commas")
 ]
 Trial = Annotated[
     int | None,
-    typer.Option(min=1, help=f"Rounds to judge each of --learning-rates by; default: {TRIAL}"),
+    Option(min=1, help=f"Rounds to judge each of --learning-rates by; default: {TRIAL}"),
 ]
-OutDir = Annotated[Path | None, typer.Option("--out", help="Folder of all runs")]
-Workers = Annotated[int, typer.Option(help="Processes; 0: one per core")]
-Background = Annotated[
-    bool, typer.Option("--background", help="Return at once, run in the background")
-]
-OnlyShow = Annotated[bool, typer.Option("--show", help="Only show the results so far")]
-
-
-def asked(
-    preset: str, overrides: Sequence[str] | None, target: float | None, rounds: int | None
-) -> Config:
-    """The preset with what the options say instead."""
-    changes = list(overrides or [])
-    changes += [f"run.target_accuracy={target}"] if target is not None else []
-    changes += [f"run.rounds={rounds}"] if rounds is not None else []
-    return resolve(load_preset(preset, changes))
+Folder = Annotated[Path | None, Option("--out", help="Folder of all runs")]
+Background = Annotated[bool, Option("--background", help="Return at once, run in the background")]
+OnlyShow = Annotated[bool, Option("--show", help="Only show the results so far")]
 
 
 def sets_method(overrides: Sequence[str] | None) -> bool:
@@ -57,83 +43,87 @@ def sets_method(overrides: Sequence[str] | None) -> bool:
     return any(item.partition("=")[0].strip() == "run.method" for item in overrides or [])
 
 
-def series_in(
-    folder: Path, workers: int, tried: tuple[str, int | None], *, only_show: bool, quiet: bool
-) -> Series:
-    """The runs of a folder as the options ask; `tried` are --learning-rates and --trial."""
-    rates, trial = numbers_of(tried[0], "--learning-rates"), tried[1]
-    if trial is not None and not rates:
-        raise ConfigError(["--trial: only with --learning-rates"])
-    if wrong := [rate for rate in rates if not 0 < rate < math.inf]:
-        raise ConfigError([f"--learning-rates: given {rate:g}, must be > 0" for rate in wrong])
-    return Series(
-        folder,
-        count_workers(workers),
-        progress(quiet=quiet),
-        play=not only_show,
-        rates=rates,
-        trial=TRIAL if trial is None else trial,
-    )
-
-
-def names_of(text: str, known: Sequence[str], load: Callable[[str], object]) -> list[str]:
-    """The names in a list separated by commas, or all; an unknown one is an error."""
+def methods_in(text: str) -> list[str]:
+    """The methods in a list separated by commas, or all; an unknown one is an error."""
     given = [name for part in text.split(",") if (name := part.strip())]
-    chosen = list(known) if text == "all" else given
+    chosen = methods.names() if text == "all" else given
     if not chosen:
         raise ConfigError([f"--methods: given {text!r}, must be all, or names separated by commas"])
     for name in chosen:
-        load(name)
+        methods.load(name)
     return chosen
 
 
-def numbers_of(text: str, option: str) -> list[float]:
+def numbers_in(text: str, option: str) -> list[float]:
     """The numbers in a list separated by commas."""
     try:
         return [float(part) for part in text.split(",") if part.strip()]
     except ValueError as error:
-        raise ConfigError(
-            [f"{option}: given {text!r}, must be numbers separated by commas"]
-        ) from error
+        problem = f"{option}: given {text!r}, must be numbers separated by commas"
+        raise ConfigError([problem]) from error
 
 
-def progress(*, quiet: bool) -> Callable[[Case, Records], None]:
-    """Say where a run is, every few rounds."""
+def open_series(
+    folder: Path, workers: int, rates: str, trial: int | None, *, only_show: bool, quiet: bool
+) -> Series:
+    """The runs of a folder as the options ask."""
+    chosen = numbers_in(rates, "--learning-rates")
+    if trial is not None and not chosen:
+        raise ConfigError(["--trial: only with --learning-rates"])
+    if wrong := [rate for rate in chosen if not 0 < rate < math.inf]:
+        raise ConfigError([f"--learning-rates: given {rate:g}, must be > 0" for rate in wrong])
 
     def watch(case: Case, records: Records) -> None:
-        if quiet or len(records) % EVERY:
-            return
-        seen = [r.accuracy for r in records if r.accuracy is not None]
-        shown = f"{100 * seen[-1]:5.2f} %" if seen else "  –  "
-        say(f"{case.name:34} round {len(records):4d}  accuracy {shown}")
+        if not quiet and len(records) % EVERY == 0:
+            shown = last_metric(records, case.config.metric)
+            say(f"{case.name:34} round {len(records):4d}  {shown}")
 
-    return watch
+    processes, trial = count_workers(workers), trial or TRIAL
+    return Series(folder, processes, watch, play=not only_show, rates=chosen, trial=trial)
 
 
-@contextmanager
-def working_on(series: Series) -> Iterator[None]:
-    """Keep other processes away while running; Ctrl-C ends with how to resume."""
-    folder = series.folder
-    if not series.play and not folder.is_dir():
-        raise CompareError(f"there are no runs in {folder} yet; without --show they are run")
+def conduct(
+    study: Callable[[], Finding],
+    series: Series,
+    name: str,
+    title: str,
+    *,
+    background: bool,
+    json: bool,
+) -> None:
+    """Do what a study does, here or in the background; write what it finds, and show it."""
+    if background:
+        _run_in_background(series, json=json)
+        return
+    if not series.play and not series.folder.is_dir():
+        raise CompareError(f"there are no runs in {series.folder} yet; without --show they are run")
     try:
-        with writing_to(folder, OTHERWISE):
-            folder.mkdir(parents=True, exist_ok=True)
-        with exclusive_lock(folder) if series.play else nullcontext():
-            yield
+        with writing_to(series.folder, ELSEWHERE):
+            series.folder.mkdir(parents=True, exist_ok=True)
+        with exclusive_lock(series.folder) if series.play else nullcontext():
+            found = study()
+            if series.play:
+                found.write(series.folder / name)
     except KeyboardInterrupt:
         err.print("Stopped. The same command resumes.")
-        raise typer.Exit(130) from None
+        raise Exit(130) from None
+    if json:
+        emit_json({"folder": str(series.folder), **found.document})
+        return
+    print_table(title, [found.header[0], *(f">{text}" for text in found.header[1:])], found.cells)
+    if series.play:
+        files = ", ".join((".md", *found.numbers, ".png"))
+        say(f"Everything is in {series.folder}: {name}{files}, and one folder a run")
 
 
-def run_in_background(series: Series, *, json: bool) -> None:
+def _run_in_background(series: Series, *, json: bool) -> None:
     """Start the same command without --background, detached, its output in a file."""
     if not series.play:
         raise ConfigError(["--background: not with --show, which runs nothing"])
-    folder = series.folder
-    with writing_to(folder, OTHERWISE):
-        folder.mkdir(parents=True, exist_ok=True)
-        log = open(folder / "log.txt", "a", opener=open_nofollow)  # noqa: SIM115 - closed below
+    path = series.folder / "log.txt"
+    with writing_to(series.folder, ELSEWHERE):
+        series.folder.mkdir(parents=True, exist_ok=True)
+        log = open(path, "a", opener=open_nofollow)  # noqa: SIM115 - closed below
     again = [word for word in sys.argv[1:] if word != "--background"]
     with log:
         process = subprocess.Popen(  # noqa: S603 - this very program
@@ -144,11 +134,6 @@ def run_in_background(series: Series, *, json: bool) -> None:
             start_new_session=True,
         )
     if json:
-        emit_json({"process": process.pid, "log": str(folder / "log.txt")})
+        emit_json({"process": process.pid, "log": str(path)})
     else:
-        err.print(f"Process {process.pid} runs in the background; see {folder / 'log.txt'}")
-
-
-def show(title: str, header: Sequence[str], cells: Sequence[Sequence[str]]) -> None:
-    """Print a table whose figures are aligned to the right."""
-    out.print(table(title, [header[0], *(f">{name}" for name in header[1:])], cells))
+        err.print(f"Process {process.pid} runs in the background; see {path}")

@@ -7,12 +7,12 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import torch
-import typer
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor
+from typer import Argument, Option
 
-from anycostfl.cli._console import Json, emit_json, out, table
+from anycostfl.cli._console import Json, emit_json, print_table
 from anycostfl.codec import byte_budget, compress, decompress
 from anycostfl.codec.frame import OVERHEAD
 from anycostfl.codec.sections import MAGIC, bytes_by_section
@@ -23,15 +23,15 @@ SWEEP = (4, 8, 15, 25, 40, 65, 100, 160, 250, 400, 630, 1000)
 
 
 def codec(
-    file: Annotated[Path, typer.Argument(help="An update: tensors by name", dir_okay=False)],
-    beta: Annotated[float, typer.Option(help="Payload bits over 32 bits per element")] = 0.02,
-    name: Annotated[str, typer.Option("--codec", help="kernel or lowrank")] = "kernel",
-    seed: Annotated[int, typer.Option(help="Seed of the quantizer")] = 0,
+    file: Annotated[Path, Argument(help="An update: tensors by name", dir_okay=False)],
+    beta: Annotated[float, Option(help="Payload bits over 32 bits per element")] = 0.02,
+    name: Annotated[str, Option("--codec", help="kernel or lowrank")] = "kernel",
+    seed: Annotated[int, Option(help="Seed of the quantizer")] = 0,
     block: Annotated[
         list[str] | None,
-        typer.Option(help="NAME=N: N consecutive inputs of this weight belong to one channel"),
+        Option(help="NAME=N: N consecutive inputs of this weight belong to one channel"),
     ] = None,
-    sweep: Annotated[Path | None, typer.Option(help="Also plot error over bytes here")] = None,
+    sweep: Annotated[Path | None, Option(help="Also plot error over bytes here")] = None,
     as_json: Json = False,
 ) -> None:
     """Compress one update, decode it, and show size, error, time and where the bytes went."""
@@ -51,7 +51,7 @@ def codec(
             (f"1/{1 / p['beta']:.0f}", f"{p['payload_bytes']:,}", f"{p['relative_error']:.4g}")
             for p in curve
         ]
-        out.print(table(f"plotted into {sweep}", [">beta", ">bytes", ">relative error"], rows))
+        print_table(f"plotted into {sweep}", [">beta", ">bytes", ">relative error"], rows)
 
 
 def measure(
@@ -109,25 +109,24 @@ def _blocks(options: list[str], update: dict[str, Tensor]) -> dict[str, int]:
 
 
 def _show(file: Path, result: dict[str, Any]) -> None:
-    used = result["payload_bytes"] / result["budget_bytes"]
-    rows = [
-        ("codec", result["codec"]),
-        ("elements", f"{result['elements']:,}"),
-        ("payload", f"{result['payload_bytes']:,} bytes"),
-        ("budget", f"{result['budget_bytes']:,} bytes, {used:.1%} used"),
-        ("kept", f"{result['kept_share']:.1%} of the elements"),
-        ("relative error", f"{result['relative_error']:.4g}"),
-        ("cosine", f"{result['cosine']:.4f}"),
-        ("encode", f"{result['encode_s'] * 1e3:.1f} ms"),
-        ("decode", f"{result['decode_s'] * 1e3:.1f} ms"),
-        ("first call of both", f"{result['first_encode_s'] * 1e3:.0f} ms"),
-    ]
-    out.print(table(f"{file.name} at β = {result['beta']:g}", ["figure", ">value"], rows))
-    sections = [
-        (name, f"{count:,}", f"{count / result['payload_bytes']:.1%}")
-        for name, count in result["bytes_by_section"].items()
-    ]
-    out.print(table("where the bytes went", ["kind", ">bytes", ">share"], sections))
+    size, budget = result["payload_bytes"], result["budget_bytes"]
+    figures = {
+        "codec": result["codec"],
+        "elements": f"{result['elements']:,}",
+        "payload": f"{size:,} bytes",
+        "budget": f"{budget:,} bytes, {size / budget:.1%} used",
+        "kept": f"{result['kept_share']:.1%} of the elements",
+        "relative error": f"{result['relative_error']:.4g}",
+        "cosine": f"{result['cosine']:.4f}",
+        "encode": f"{result['encode_s'] * 1e3:.1f} ms",
+        "decode": f"{result['decode_s'] * 1e3:.1f} ms",
+        "first call of both": f"{result['first_encode_s'] * 1e3:.0f} ms",
+    }
+    title = f"{file.name} at β = {result['beta']:g}"
+    print_table(title, ["figure", ">value"], list(figures.items()))
+    sections = result["bytes_by_section"].items()
+    rows = [(name, f"{count:,}", f"{count / size:.1%}") for name, count in sections]
+    print_table("where the bytes went", ["kind", ">bytes", ">share"], rows)
 
 
 def _draw(curve: list[dict[str, Any]], path: Path) -> None:

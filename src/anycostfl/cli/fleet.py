@@ -11,27 +11,22 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Annotated
 
-import typer
+from typer import Option
 
 from anycostfl.cli._console import Json
 from anycostfl.cli._flower import need_flower
-from anycostfl.cli._options import Overrides
+from anycostfl.cli._options import Overrides, RunFolder
 from anycostfl.cli.serve import serve
 from anycostfl.config import load_preset
 from anycostfl.errors import ConfigError
 
-MEMBERS = (
-    ("raspberry-pi-4", "--rate-bps", "1e7", "--energy-j", "0.8"),
-    ("raspberry-pi-5", "--rate-bps", "1e7", "--energy-j", "0.4"),
-    ("phone-midrange", "--rate-bps", "1e7", "--energy-j", "0.4"),
-    ("jetson-nano", "--rate-bps", "1e7", "--energy-j", "2.4"),
-)
-"""What each device is and what a round may cost it; each affords another width."""
+MEMBERS = {"raspberry-pi-4": 0.8, "raspberry-pi-5": 0.4, "phone-midrange": 0.4, "jetson-nano": 2.4}
+"""What each device is, and the joules that a round may cost it; each affords another width."""
 
 
 def fleet(
-    rounds: Annotated[int, typer.Option(help="Number of rounds")] = 4,
-    out_dir: Annotated[Path | None, typer.Option("--out", help="Run directory")] = None,
+    rounds: Annotated[int, Option(help="Number of rounds")] = 4,
+    out_dir: RunFolder = None,
     set_: Overrides = None,
     json: Json = False,
 ) -> None:
@@ -55,17 +50,16 @@ def fleet(
         raise ConfigError(
             [f"fleet.cohort: given {cohort}, must be <= {len(MEMBERS)}, all that start here"]
         )
-    names = [f"device-{i}" for i in range(len(MEMBERS))]
     with tempfile.TemporaryDirectory(prefix="anycostfl-") as scratch:
-        folder = Path(scratch, "keys")
+        folder, port = Path(scratch, "keys"), free_port()
+        names = [f"device-{number}" for number in range(len(MEMBERS))]
         make_keys(folder, ["127.0.0.1"], names)
-        keys, port = KeyFolder(folder), free_port()
-        commands = [
-            ["join", f"127.0.0.1:{port}", "--device", str(i), "--key", str(keys.device(name)),
-             "--trust", str(keys.authority), "--profile", *MEMBERS[i], "--threads", "1",
-             "--patience-s", "60"]
-            for i, name in enumerate(names)
-        ]  # fmt: skip
+        keys, commands = KeyFolder(folder), []
+        for number, (profile, joules) in enumerate(MEMBERS.items()):
+            command = ["join", f"127.0.0.1:{port}", "--device", str(number)]
+            command += ["--key", str(keys.device(names[number])), "--trust", str(keys.authority)]
+            command += ["--profile", profile, "--rate-bps", "1e7", "--energy-j", str(joules)]
+            commands.append([*command, "--threads", "1", "--patience-s", "60"])
         with running(commands, Path(scratch)):
             serve(
                 "demo",
@@ -94,11 +88,10 @@ def running(commands: Sequence[Sequence[str]], logs: Path) -> Iterator[None]:
     try:
         for number, command in enumerate(commands):
             with (logs / f"device-{number}.log").open("wb") as file:
-                processes.append(
-                    subprocess.Popen(  # noqa: S603 - our own program
-                        [*program, *command], stdin=subprocess.DEVNULL, stdout=file, stderr=file
-                    )
+                process = subprocess.Popen(  # noqa: S603 - our own program
+                    [*program, *command], stdin=subprocess.DEVNULL, stdout=file, stderr=file
                 )
+            processes.append(process)
         yield
     finally:
         for process in processes:

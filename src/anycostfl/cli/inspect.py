@@ -9,25 +9,29 @@ from collections import defaultdict
 from typing import Annotated, Any
 
 import torch
-import typer
 from torch import Tensor, nn
+from typer import Option
 
 from anycostfl import models
-from anycostfl.cli._console import Json, emit_json, out, say, table
+from anycostfl.cli._console import Json, emit_json, print_table, say
 from anycostfl.coupling.result import Group
 from anycostfl.errors import ConfigError, UnknownNameError
 from anycostfl.shrink import ElasticModel, SubModel
 from anycostfl.shrink.elastic import size_bits
 from anycostfl.shrink.widths import regions, take
 
-GROUP_COLUMNS = ("group", ">channels", ">width", ">parameters", ">kFLOP", "also produced by")
+COSTS = {  # key of the document, digits, unit
+    "parameters": ("parameters", ",", 1),
+    "update, Mbit": ("update_bits", ".2f", 1e-6),
+    "training MFLOP per sample": ("training_flops_per_sample", ".1f", 1e-6),
+}
 
 
 def inspect(
-    model: Annotated[str, typer.Option(help=f"{', '.join(models.names())} or package.module:make")],
-    alpha: Annotated[float, typer.Option(help="Shrinking factor, in (0, 1]")] = 0.25,
-    rule: Annotated[str, typer.Option(help="Widths: sqrt (the paper), fast, even")] = "sqrt",
-    shape: Annotated[str, typer.Option("--input", help="Shape of one sample: 3,32,32")] = "",
+    model: Annotated[str, Option(help=f"{', '.join(models.names())} or package.module:make")],
+    alpha: Annotated[float, Option(help="Shrinking factor, in (0, 1]")] = 0.25,
+    rule: Annotated[str, Option(help="Widths: sqrt (the paper), fast, even")] = "sqrt",
+    shape: Annotated[str, Option("--input", help="Shape of one sample: 3,32,32")] = "",
     json: Json = False,
 ) -> None:
     """Show which channels of a model shrink together and what a sub-model of factor ALPHA costs."""
@@ -42,13 +46,13 @@ def inspect(
 
 def _load(model: str, shape: str) -> tuple[nn.Module, Tensor]:
     """A model of this package by name, or a custom one as package.module:callable."""
-    if ":" not in model:
+    path, custom, name = model.partition(":")
+    if not custom:
         if shape:
             why = f"{model} brings its own shape; only for package.module:make"
             raise ConfigError([f"--input: given {shape}, but {why}"])
         spec = models.load(model)
         return spec.build(), spec.example(2)
-    path, _, name = model.partition(":")
     sys.path.insert(0, os.getcwd())
     try:
         module = getattr(importlib.import_module(path), name)()
@@ -73,7 +77,7 @@ def _count(module: nn.Module) -> int:
 
 def describe(name: str, net: ElasticModel, sub: SubModel) -> dict[str, Any]:
     """Everything the tables show, as plain values."""
-    coupling, plan, flops = net.coupling, sub.plan, net.training_flops
+    plan, flops = sub.plan, net.training_flops
     return {
         "model": name,
         "alpha": plan.alpha,
@@ -86,8 +90,8 @@ def describe(name: str, net: ElasticModel, sub: SubModel) -> dict[str, Any]:
             "sub": flops * plan.flops_ratio,
             "ratio": plan.flops_ratio,
         },
-        "groups": [_describe_group(group, net, sub) for group in coupling.groups],
-        "unused": list(coupling.unused),
+        "groups": [_describe_group(group, net, sub) for group in net.coupling.groups],
+        "unused": list(net.coupling.unused),
         "turn_together": [[name for name, _ in dial.sizes] for dial in net.tied_widths],
         "pinned": [
             {
@@ -98,7 +102,7 @@ def describe(name: str, net: ElasticModel, sub: SubModel) -> dict[str, Any]:
                 "module": pin.reason.where,
                 "why": pin.reason.why,
             }
-            for pin in coupling.pins
+            for pin in net.coupling.pins
         ],
     }
 
@@ -122,28 +126,27 @@ def _describe_group(group: Group, net: ElasticModel, sub: SubModel) -> dict[str,
 
 def _show(document: dict[str, Any], net: ElasticModel) -> None:
     alpha = f"α = {document['alpha']:g}"
-    title = f"{document['model']}: groups of channels at {alpha}, rule {net.rule}"
-    rows = []
+    rows: list[tuple[object, ...]] = []
     for group in document["groups"]:
-        flops, also = group["training_flops_per_channel"], group["produced_by"][1:]
-        sizes = group["channels"], group["width"], f"{group['parameters_per_channel']:,}"
-        others = _first_three([name.removesuffix(".weight") for name in also])
-        rows.append((group["name"], *sizes, f"{flops / 1e3:,.1f}", others))
-    out.print(table(title, GROUP_COLUMNS, rows))
+        also = [name.removesuffix(".weight") for name in group["produced_by"][1:]]
+        parameters, flops = group["parameters_per_channel"], group["training_flops_per_channel"]
+        costs = f"{parameters:,}", f"{flops / 1e3:,.1f}"
+        rows.append((group["name"], group["channels"], group["width"], *costs, _first_three(also)))
+    title = f"{document['model']}: groups of channels at {alpha}, rule {net.rule}"
+    columns = ("group", ">channels", ">width", ">parameters", ">kFLOP", "also produced by")
+    print_table(title, columns, rows)
     say("(parameters and training kFLOP: cost of one channel of the full model)\n")
     reasons: dict[str, list[str]] = defaultdict(list)
     for pin in net.coupling.pins:
         reasons[str(pin.reason)].append(f"{pin.tensor}[dim {pin.dim}]")
     pinned = [(why, _first_three(where)) for why, where in reasons.items()]
-    out.print(table("pinned: what cannot shrink", ("why", "what"), pinned))
-    costs = [
-        _cost_row("parameters", document["parameters"], "{:,}", 1),
-        _cost_row("update, Mbit", document["update_bits"], "{:.2f}", 1e-6),
-        _cost_row(
-            "training MFLOP per sample", document["training_flops_per_sample"], "{:.1f}", 1e-6
-        ),
-    ]
-    out.print(table("cost", ("", ">full", f">{alpha}", ">ratio"), costs))
+    print_table("pinned: what cannot shrink", ("why", "what"), pinned)
+    rows = []
+    for title, (key, digits, unit) in COSTS.items():
+        full, small = unit * document[key]["full"], unit * document[key]["sub"]
+        ratio = f"{small / full:.3f}" if full else ""
+        rows.append((title, format(full, digits), format(small, digits), ratio))
+    print_table("cost", ("", ">full", f">{alpha}", ">ratio"), rows)
     if document["unused"]:
         say("Not used by the example input, never cut: " + ", ".join(document["unused"]))
     if net.rewritten:
@@ -151,12 +154,6 @@ def _show(document: dict[str, Any], net: ElasticModel) -> None:
     for names in document["turn_together"]:
         if len(names) > 1:
             say("Tied widths: " + ", ".join(names))
-
-
-def _cost_row(title: str, cost: dict[str, Any], digits: str, unit: float) -> tuple[str, ...]:
-    full, small = cost["full"], cost["sub"]
-    ratio = f"{small / full:.3f}" if full else ""
-    return title, digits.format(full * unit), digits.format(small * unit), ratio
 
 
 def _first_three(names: list[str]) -> str:

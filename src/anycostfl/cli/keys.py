@@ -5,17 +5,17 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated
 
-import typer
+from typer import Argument, Option
 
-from anycostfl.cli._console import Json, emit_json, note, out, say, table
+from anycostfl.cli._console import Json, emit_json, note, print_table, say
 from anycostfl.cli._flower import need_flower
 from anycostfl.errors import ConfigError
 
 
 def keys(
-    devices: Annotated[list[str] | None, typer.Argument(help="Names of devices")] = None,
-    host: Annotated[list[str] | None, typer.Option(help="Name or address of the server")] = None,
-    folder: Annotated[Path, typer.Option("--out", help="Folder of the keys")] = Path("keys"),
+    devices: Annotated[list[str] | None, Argument(help="Names of devices")] = None,
+    host: Annotated[list[str] | None, Option(help="Name or address of the server")] = None,
+    folder: Annotated[Path, Option("--out", help="Folder of the keys")] = Path("keys"),
     json: Json = False,
 ) -> None:
     """Create what is missing: an authority, the server's certificate, a key for each named device.
@@ -39,7 +39,7 @@ def keys(
     rows = [("server", "ca.crt, server.crt, server.key, devices/*.pub", ", ".join(hosts))]
     for name, path in registered.items():
         rows.append((name, f"ca.crt, devices/{name}", "new" if path in made else ""))
-    out.print(table(f"keys in {folder}", ("who", "gets", ""), rows))
+    print_table(f"keys in {folder}", ("who", "gets", ""), rows)
     if set(hosts) <= set(ALWAYS):
         note("only this machine can reach the server; for others, give its address with --host")
     elif known.certificate in made and known.certificate_key not in made:

@@ -5,10 +5,10 @@ from __future__ import annotations
 from typing import Annotated, Any
 
 import click
-import typer
+from typer import Argument
 
-from anycostfl import methods, models
-from anycostfl.cli._console import Json, emit_json, out, table
+from anycostfl import methods, models, tasks
+from anycostfl.cli._console import Json, emit_json, print_table
 from anycostfl.config import load_preset, load_profile, preset_names, profile_names
 from anycostfl.errors import AnycostError
 from anycostfl.registry import own_files
@@ -17,22 +17,23 @@ USAGE = {
     "presets": "anycostfl run NAME",
     "methods": "--set run.method=NAME",
     "models": "--set model.name=NAME",
+    "tasks": "--set data.name=NAME",
     "profiles": """--set 'fleet.profiles=["NAME"]'""",
 }
 KINDS = click.Choice([*USAGE])
 
 
 def list(  # noqa: A001 (what users type)
-    kind: Annotated[str | None, typer.Argument(click_type=KINDS, help="Default: all")] = None,
+    kind: Annotated[str | None, Argument(click_type=KINDS, help="Default: all")] = None,
     json: Json = False,
 ) -> None:
-    """List presets, methods, models and device profiles, including your own."""
+    """List presets, methods, models, tasks and device profiles, including your own."""
     found = {name: _summaries(name) for name in ([kind] if kind else USAGE)}
     if json:
         emit_json(found)
         return
     for name, entries in found.items():
-        out.print(table(f"{name}: {USAGE[name]}", ("", ""), [*entries.items()]))
+        print_table(f"{name}: {USAGE[name]}", ("", ""), [*entries.items()])
 
 
 def _summaries(kind: str) -> dict[str, str]:
@@ -41,7 +42,7 @@ def _summaries(kind: str) -> dict[str, str]:
         return {name: load_preset(name).summary for name in preset_names()}
     if kind == "profiles":
         return {name: load_profile(name).name for name in profile_names()}
-    registry: Any = models if kind == "models" else methods
+    registry: Any = {"methods": methods, "models": models, "tasks": tasks}[kind]
     own = own_files()
     found: dict[str, str] = {}
     for name in registry.names():

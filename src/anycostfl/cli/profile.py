@@ -6,29 +6,29 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated
 
-import typer
+from typer import Option
 
 from anycostfl import profile as profiling
-from anycostfl.cli._console import Json, emit_json, err, note, out, say, table
+from anycostfl.cli._console import Json, emit_json, err, note, print_table, say
 from anycostfl.cli._options import Overrides, Preset
 from anycostfl.config import load_preset, load_profile
 from anycostfl.errors import ConfigError
 from anycostfl.files import writing_to
 from anycostfl.profile import Measurement
-from anycostfl.profile.speed import SpeedFit, WidthTiming
+from anycostfl.profile.speed import SpeedFit
+from anycostfl.records.run import ELSEWHERE
 
 MOST_ERROR = 0.15
 MOST_OVERHEAD = 2.0  # beyond, no width trains in less than two thirds of the full model's time
-COLUMNS = (">α", ">FLOPs", ">ms/sample", ">GFLOP/s", ">per cycle", ">predicted ms", ">error")
 
 
 def profile(
     preset: Preset = "demo",
     set_: Overrides = None,
-    out_file: Annotated[Path, typer.Option("--out", help="File to write")] = Path("device.toml"),
-    name: Annotated[str, typer.Option(help="Device name; default: as the machine reports it")] = "",
-    threads: Annotated[int, typer.Option(min=0, help="Training threads; 0: one per core")] = 0,
-    repeats: Annotated[int, typer.Option(min=1, help="Repetitions at each width")] = 15,
+    out_file: Annotated[Path, Option("--out", help="File to write")] = Path("device.toml"),
+    name: Annotated[str, Option(help="Device name; default: as the machine reports it")] = "",
+    threads: Annotated[int, Option(min=0, help="Training threads; 0: one per core")] = 0,
+    repeats: Annotated[int, Option(min=1, help="Repetitions at each width")] = 15,
     json: Json = False,
 ) -> None:
     """Measure training speed and power of this machine, for `plan`, `run` and `join`."""
@@ -44,7 +44,7 @@ def profile(
         err.print(f"training {config.model.name} at several widths …")
     measured = profiling.measure(config, repeats=repeats, threads=threads)
     found = profiling.as_profile(measured, name)
-    with writing_to(out_file, "Choose another --out"):
+    with writing_to(out_file, ELSEWHERE):
         out_file.write_text(profiling.to_toml(found, measured))
     load_profile(str(out_file))
     if json:
@@ -71,22 +71,6 @@ def _as_json(measured: Measurement) -> dict[str, object]:
     }
 
 
-def _cells(measured: Measurement, timing: WidthTiming) -> list[str]:
-    """Measured and predicted time at a width."""
-    flops, seconds = measured.config.workload.flops_per_sample, timing.seconds_per_sample
-    speed = flops * timing.flops_ratio / seconds
-    predicted = measured.speed.seconds(flops, timing.alpha)
-    return [
-        f"{timing.alpha:g}",
-        f"{timing.flops_ratio:.3f}",
-        f"{1e3 * seconds:.3f}",
-        f"{speed / 1e9:.2f}",
-        f"{speed / measured.clock.now_hz:.2f}",
-        f"{1e3 * predicted:.3f}",
-        f"{100 * (predicted / seconds - 1):+.0f} %",
-    ]
-
-
 def _warning(speed: SpeedFit) -> str:
     """Why a speed is doubtful; empty if it is not."""
     if speed.worst_error > MOST_ERROR:
@@ -102,18 +86,27 @@ def _overhead(speed: SpeedFit) -> str:
 
 
 def _show(measured: Measurement, preset: str, path: Path) -> None:
-    out.print(table("", COLUMNS, [_cells(measured, timing) for timing in measured.timings]))
-    clock, power = measured.clock, measured.power
-    facts = [
-        ("clock", f"{clock.now_hz / 1e9:.3f} GHz ({clock.source})"),
-        ("FLOPs per cycle", f"{measured.flops_per_cycle:.3g}, threads: {measured.threads}"),
-        ("W", f"{measured.cycles_per_sample:.4g} cycles per sample"),
-        ("overhead", _overhead(measured.speed)),
-        ("S", f"{measured.size_bits / 1e6:.2f} Mbit"),
-        ("ε", f"{measured.energy_coefficient:.3g}, {power.watts:.3g} W"),
-        ("", power.source),
-    ]
-    for label, fact in facts:
+    clock, power, flops = measured.clock, measured.power, measured.config.workload.flops_per_sample
+    rows = []
+    for timing in measured.timings:
+        seconds, predicted = timing.seconds_per_sample, measured.speed.seconds(flops, timing.alpha)
+        width = [f"{timing.alpha:g}", f"{timing.flops_ratio:.3f}", f"{1e3 * seconds:.3f}"]
+        speed = flops * timing.flops_ratio / seconds
+        rate = [f"{speed / 1e9:.2f}", f"{speed / clock.now_hz:.2f}"]
+        error = f"{100 * (predicted / seconds - 1):+.0f} %"
+        rows.append([*width, *rate, f"{1e3 * predicted:.3f}", error])
+    columns = (">α", ">FLOPs", ">ms/sample", ">GFLOP/s", ">per cycle", ">predicted ms", ">error")
+    print_table("", columns, rows)
+    facts = {
+        "clock": f"{clock.now_hz / 1e9:.3f} GHz ({clock.source})",
+        "FLOPs per cycle": f"{measured.flops_per_cycle:.3g}, threads: {measured.threads}",
+        "W": f"{measured.cycles_per_sample:.4g} cycles per sample",
+        "overhead": _overhead(measured.speed),
+        "S": f"{measured.size_bits / 1e6:.2f} Mbit",
+        "ε": f"{measured.energy_coefficient:.3g}, {power.watts:.3g} W",
+        "": power.source,
+    }
+    for label, fact in facts.items():
         say(f"{label:>16}  {fact}")
     say(f"Written to {path}. Use it with:")
     say(f"  anycostfl plan {preset} --device {path}")

@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
-import typer
+from typer import Argument, Option
 
-from anycostfl.cli._console import Json, emit_json, note, out, say, table
+from anycostfl.cli._console import Json, emit_json, note, print_table, say
 from anycostfl.cli._rounds import MISHAPS, counted
+from anycostfl.metrics import MetricInfo
 from anycostfl.records.run import PAGE
 from anycostfl.report import write_page
 
 SHOWN = {
     "method": ("method", ""),
     "rounds": ("rounds", ""),
-    "final_accuracy": ("accuracy", ".2%"),
+    "final": ("metric", ""),
     "simulated_minutes": ("simulated minutes", ".4g"),
     "energy_kj": ("energy, kJ", ".4g"),
     "uploaded_mb": ("uploaded, MB", ".4g"),
@@ -25,9 +27,9 @@ SHOWN = {
 
 
 def report(
-    runs: Annotated[list[Path], typer.Argument(help="Run directories")],
+    runs: Annotated[list[Path], Argument(help="Run directories")],
     out_file: Annotated[
-        Path | None, typer.Option("--out", help="Default: RUN/report.html, or comparison.html")
+        Path | None, Option("--out", help="Default: RUN/report.html, or comparison.html")
     ] = None,
     json: Json = False,
 ) -> None:
@@ -40,17 +42,18 @@ def report(
         return
     note(*(f"{run['name']}: {remark}" for run in found for remark in run["remarks"]))
     rows = [
-        [title, *(_cell(run["summary"][key], digits) for run in found)]
+        [title, *(_cell(run, key, digits) for run in found)]
         for key, (title, digits) in SHOWN.items()
         if key not in MISHAPS or any(run["summary"][key] for run in found)
     ]
-    out.print(table("", ("", *(f">{run['name']}" for run in found)), rows))
+    print_table("", ("", *(f">{run['name']}" for run in found)), rows)
     say(f"Open {path}")
 
 
-def _cell(value: object, digits: str) -> str:
-    if isinstance(value, float):
-        return format(value, digits)
-    if isinstance(value, dict):
-        value = counted(value)
-    return "–" if value in (None, "") else str(value)
+def _cell(run: Mapping[str, Any], key: str, digits: str) -> str:
+    value = run["summary"][key]
+    if key == "final":
+        return f"{run['metric']['name']} {MetricInfo(**run['metric']).show(value)}"
+    if value is None or value == {}:
+        return "–"
+    return format(value, digits) if isinstance(value, float) else counted(value)

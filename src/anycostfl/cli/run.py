@@ -2,118 +2,114 @@
 
 from __future__ import annotations
 
+import importlib.util
+import logging
+import statistics
 import sys
+from collections.abc import Callable
 from contextlib import suppress
-from pathlib import Path
 from typing import Annotated
 
 import numpy as np
-import typer
+from typer import Exit, Option
 
+from anycostfl.cli import _options as shared
 from anycostfl.cli._console import Json, emit_json, note, say
-from anycostfl.cli._engine import find_engine
-from anycostfl.cli._options import MaybePreset, Overrides
-from anycostfl.cli._rounds import WHAT_WOULD_DO, conclude, follow, free_folder, resume_run, spent
-from anycostfl.config import Config, load_preset, profiles_of, to_toml
-from anycostfl.data import DataMissingError
+from anycostfl.cli._flower import hush_flower, need_flower
+from anycostfl.cli._rounds import WHAT_WOULD_DO, conclude, follow, open_folder, resume_run, spent
+from anycostfl.config import Config, profiles_of, to_toml
+from anycostfl.data.files import DataMissingError
+from anycostfl.errors import ConfigError, MissingExtraError
 from anycostfl.experiment import build_experiment, load_data, resolve, split
 from anycostfl.loop import Rounds
 from anycostfl.planning.draw import draw_cohort
-from anycostfl.records.round import RoundRecord
-from anycostfl.runs import begin, journal
-from anycostfl.simulate import count_workers
+from anycostfl.runs import journal
+from anycostfl.simulate import count_workers, simulate
 
 
 def run(
-    preset: MaybePreset = None,
-    set_: Overrides = None,
-    out_dir: Annotated[Path | None, typer.Option("--out", help="Run directory")] = None,
-    resume: Annotated[Path | None, typer.Option(help="Resume this run directory")] = None,
-    workers: Annotated[int, typer.Option(help="Processes; 0: one per core")] = 0,
-    engine: Annotated[str, typer.Option(help="Where devices run: own, or flower (Ray)")] = "own",
+    preset: shared.MaybePreset = None,
+    set_: shared.Overrides = None,
+    out_dir: shared.RunFolder = None,
+    resume: shared.Resume = None,
+    workers: shared.Workers = 0,
+    engine: Annotated[str, Option(help="Where devices run: own, or flower (Ray)")] = "own",
     dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="Only show the configuration and its cost")
+        bool, Option("--dry-run", help="Only show the configuration and its cost")
     ] = False,
     json: Json = False,
-    rounds: Annotated[
-        int | None, typer.Option(min=1, help="Total rounds; default: as in the preset or run")
-    ] = None,
+    rounds: shared.TotalRounds = None,
 ) -> None:
     """Train a simulated fleet and show what it cost. Ctrl-C stops it; --resume resumes it."""
-    processes = count_workers(workers)
-    simulate = find_engine(engine)
+    processes, simulator = count_workers(workers), find_engine(engine)
+    before, name = None, preset or "demo"
     if resume is not None:
         besides = {"a preset": preset, "--set": set_, "--out": out_dir, "--dry-run": dry_run}
         before = resume_run(resume, rounds, besides, simulated=engine == "own")
-        config, writer, records = before.config, before.writer, before.records
-        results = simulate(config, workers=processes, start=before.saved)
-        if rounds is not None:
-            writer.reconfigure(to_toml(config))
-    else:
-        name = preset or "demo"
-        changes = [f"run.rounds={rounds}"] if rounds is not None else []
-        config = resolve(load_preset(name, [*(set_ or []), *changes]))
-        if dry_run:
-            _show_plan(config, json=json)
-            return
-        results = simulate(config, workers=processes)  # first: if this fails, no folder is left
-        writer = begin(out_dir or free_folder(Path(name).stem), config)
-        records = []
-    stopped = _train(journal(results, config, writer), records, config, writer.folder, quiet=json)
+    config = before.config if before else resolve(shared.load_config(name, set_, rounds))
+    if dry_run:
+        _show_plan(config, json=json)
+        return
+    # Before the folder: if this fails, none is left.
+    results = simulator(config, workers=processes, start=before.saved if before else None)
+    writer = open_folder(before, out_dir, name, config)
+    results, records = journal(results, config, writer), before.records if before else []
+    finished = (result.record for result in results)
+    stopped = follow(finished, records, config, writer.folder, quiet=json)
+    if stopped:
+        with suppress(KeyboardInterrupt):
+            results.close()  # saves a checkpoint
     conclude(config, writer.folder, records, stopped=stopped, json=json)
     if stopped:
         if not json:
             how = "" if engine == "own" else f" --engine {engine}"
             say(f"Stopped. Resume with: anycostfl run --resume {writer.folder}{how}")
-        raise typer.Exit(130)
+        raise Exit(130)
 
 
-def _train(
-    results: Rounds, records: list[RoundRecord], config: Config, folder: Path, *, quiet: bool
-) -> bool:
-    """Run the rounds; True if Ctrl-C stopped them."""
-    rounds = (result.record for result in results)
-    try:
-        follow(rounds, records, config, folder, quiet=quiet)
-    except KeyboardInterrupt:
-        with suppress(KeyboardInterrupt):
-            results.close()
-        return True
-    return False
+def find_engine(name: str) -> Callable[..., Rounds]:
+    """The simulator, or the same rounds on Flower's engine."""
+    if name == "own":
+        return simulate
+    if name != "flower":
+        raise ConfigError([f"--engine: given {name!r}, must be own or flower"])
+    if importlib.util.find_spec("flwr") is None or importlib.util.find_spec("ray") is None:
+        raise MissingExtraError(
+            "--engine flower needs Flower and Ray: pip install 'anycostfl[cluster]'"
+        )
+    need_flower()
+    hush_flower(logging.ERROR)
+    from anycostfl.contrib import ray  # noqa: PLC0415 - optional
+
+    return ray.simulate
 
 
 def _show_plan(config: Config, *, json: bool) -> None:
     """What a run would cost, from the planner alone; whether it could start, from a try."""
-    samples = None
+    seed, rounds, samples = config.run.seed, config.run.rounds, None
     try:
         dataset = load_data(config)
         build_experiment(config, dataset)
-        samples = np.array(
-            [
-                len(part)
-                for part in split(config.data, config.fleet.devices, config.run.seed, dataset)
-            ]
-        )
+        parts = split(config, dataset.train)
+        samples = np.array([len(part) for part in parts])
     except DataMissingError as error:
         note(str(error))
-    profiles, seed = profiles_of(config.fleet), config.run.seed
-    latency, energy, able = [], [], 0
-    for number in range(min(20, config.run.rounds)):
+    profiles, plans = profiles_of(config.fleet), []
+    for number in range(min(20, rounds)):
         cohort = draw_cohort(
             config.fleet, seed=seed, round_index=number, samples=samples, profiles=profiles
         )
-        planned = config.plan(cohort.devices)
-        latency.append(float(planned.latency_s.max()))
-        energy.append(float(planned.energy_j.sum()))
-        able += int(planned.feasible.sum())
+        plans.append(config.plan(cohort.devices))
+    able = sum(int(plan.feasible.sum()) for plan in plans)
     if not able:
         note(f"no device can afford to take part; {WHAT_WOULD_DO}")
-    rounds = config.run.rounds
+    latency_s = statistics.fmean(float(plan.latency_s.max()) for plan in plans)
+    energy_j = statistics.fmean(float(plan.energy_j.sum()) for plan in plans)
     expected = {
         "rounds": rounds,
-        "devices_per_round": able / len(latency),
-        "simulated_minutes": rounds * sum(latency) / len(latency) / 60,
-        "energy_kj": rounds * sum(energy) / len(energy) / 1e3,
+        "devices_per_round": able / len(plans),
+        "simulated_minutes": rounds * latency_s / 60,
+        "energy_kj": rounds * energy_j / 1e3,
     }
     if json:
         emit_json({"config": to_toml(config), "expected": expected})

@@ -5,15 +5,15 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated
 
-import typer
+from typer import Argument, Option
 
 from anycostfl.cli._console import say
 from anycostfl.report.live import LiveServer
 
 
 def watch(
-    runs: Annotated[list[Path], typer.Argument(help="Run directories")],
-    port: Annotated[int, typer.Option(help="Port on this machine; 0: any free one")] = 8008,
+    runs: Annotated[list[Path], Argument(help="Run directories")],
+    port: Annotated[int, Option(help="Port on this machine; 0: any free one")] = 8008,
 ) -> None:
     """Serve the page of runs in progress, on this machine only, until Ctrl-C."""
     try:

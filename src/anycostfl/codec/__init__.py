@@ -22,8 +22,7 @@ from torch import Tensor
 
 from anycostfl.codec import kernel, lowrank, sections
 from anycostfl.codec.arrays import Bools, Floats
-from anycostfl.codec.budget import byte_budget
-from anycostfl.codec.frame import payload_binding
+from anycostfl.codec.frame import byte_budget, payload_binding
 from anycostfl.errors import PayloadError, UnknownNameError, UpdateError
 from anycostfl.state import State, Update, with_full_mask
 

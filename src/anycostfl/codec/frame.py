@@ -1,19 +1,23 @@
-"""The envelope of every payload and the integers inside it.
+"""The envelope of every payload, the integers inside it, and how many bytes it may have.
 
 Envelope, little-endian: magic (4), version major and minor, total length u32, digest of the binding
 (8), checksum of names and shapes u32, the body, CRC-32 of everything before it. Integers in a body
 are LEB128 varints; `Reader` never reads past the end of its bytes.
+
+Every codec has one number that makes its payloads larger: kernels, levels, elements, or a finer
+step. How sizes grow with it differs, so each codec proposes what to try next; the bracket, the
+order of trials and when to stop are the same for all (`search`).
 """
 
 from __future__ import annotations
 
 import struct
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from hashlib import blake2s
 
-from anycostfl.errors import DamagedPayloadError, ForeignPayloadError, PayloadError
+from anycostfl.errors import BetaError, DamagedPayloadError, ForeignPayloadError, PayloadError
 
 MAJOR, MINOR = 1, 0
 MAX_LENGTH = 2**32 - 1
@@ -149,3 +153,81 @@ class Reader:
         if not self.empty:
             left = len(self._data) - self._at
             raise PayloadError(f"{self._what} has {left} unexpected bytes at its end")
+
+
+# --- the fullest payload of a budget --------------------------------------------------------------
+
+
+def byte_budget(beta: float, elements: int) -> int:
+    """Whole bytes that β·32 bits per element buy."""
+    if not 0 < beta <= 1:
+        raise BetaError(f"beta is {beta}; it must be in (0, 1]")
+    budget = int(beta * 4 * elements)
+    if budget < OVERHEAD:
+        raise BetaError(
+            f"beta {beta:g} buys {budget} bytes for {elements} elements; even an empty payload "
+            f"takes {OVERHEAD}"
+        )
+    return budget
+
+
+@dataclass(frozen=True, slots=True)
+class Goal:
+    """At most `budget` bytes; stop at the share `filled` of them, or after `tries` payloads."""
+
+    budget: int
+    filled: float
+    tries: int
+
+
+@dataclass(frozen=True, slots=True)
+class Trial:
+    """The latest number tried, its payload's size, and the open bracket all trials leave."""
+
+    attempt: int
+    number: int
+    size: int
+    fits: int  # the largest number known to fit, or one below the range
+    fails: int  # the smallest number known not to fit, or one above the range
+
+
+@dataclass(frozen=True, slots=True)
+class Candidate:
+    """A payload within the budget, and the number it was made from."""
+
+    number: int
+    payload: bytes
+
+
+def search(
+    encode: Callable[[int], bytes],
+    propose: Callable[[Trial], int | None],
+    numbers: range,
+    start: int,
+    goal: Goal,
+) -> Iterator[Candidate]:
+    """Yield payloads that fit, each made from a larger number than the one before.
+
+    A proposal outside the bracket is clamped into it; None ends the search.
+    """
+    fits, fails = numbers.start - 1, numbers.stop
+    number: int | None = start
+    for attempt in range(goal.tries if numbers else 0):
+        if number is None:
+            return
+        number = min(max(number, fits + 1), fails - 1)
+        payload = encode(number)
+        size = len(payload)
+        if size <= goal.budget:
+            fits = number
+            yield Candidate(number, payload)
+        else:
+            fails = number
+        if fails - fits <= 1 or goal.filled * goal.budget <= size <= goal.budget:
+            return
+        number = propose(Trial(attempt, number, size, fits, fails))
+
+
+def fullest(candidates: Iterable[Candidate]) -> bytes | None:
+    """The longest payload, the earliest of equals; sizes need not grow steadily."""
+    return max((candidate.payload for candidate in candidates), key=len, default=None)

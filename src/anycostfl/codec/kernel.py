@@ -25,8 +25,7 @@ from math import isqrt, log2
 import numpy as np
 
 from anycostfl.codec.arrays import Bools, Bytes, Doubles, Floats, Ints, Symbols, Whole
-from anycostfl.codec.budget import Candidate, Goal, Trial, search
-from anycostfl.codec.frame import OVERHEAD, PayloadBinding, seal
+from anycostfl.codec.frame import OVERHEAD, Candidate, Goal, PayloadBinding, Trial, seal, search
 from anycostfl.codec.sections import MAGIC, MAX_LEVELS, Grid, Part, Quantized, pack, unpack
 from anycostfl.compiled import compiled
 

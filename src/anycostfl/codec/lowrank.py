@@ -19,9 +19,19 @@ import numpy as np
 
 from anycostfl.codec import matricization
 from anycostfl.codec.arrays import Floats
-from anycostfl.codec.budget import Goal, Trial, fullest, search
 from anycostfl.codec.context import RangeDecoder, RangeEncoder
-from anycostfl.codec.frame import OVERHEAD, PayloadBinding, Reader, seal, unseal_exact, varint
+from anycostfl.codec.frame import (
+    OVERHEAD,
+    Goal,
+    PayloadBinding,
+    Reader,
+    Trial,
+    fullest,
+    seal,
+    search,
+    unseal_exact,
+    varint,
+)
 from anycostfl.codec.matricization import Choice, ContextSets, Mode, matricizations
 from anycostfl.codec.spectrum import from_spectrum, layout_of
 from anycostfl.compiled import compiled

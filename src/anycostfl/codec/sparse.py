@@ -18,8 +18,17 @@ import numpy as np
 
 from anycostfl.codec import entropy
 from anycostfl.codec.arrays import Bools, Doubles, Floats, Integers, Ints, Symbols
-from anycostfl.codec.budget import Goal, Trial, fullest, search
-from anycostfl.codec.frame import PayloadBinding, Reader, seal, unseal_exact, varint
+from anycostfl.codec.frame import (
+    Goal,
+    PayloadBinding,
+    Reader,
+    Trial,
+    fullest,
+    seal,
+    search,
+    unseal_exact,
+    varint,
+)
 from anycostfl.compiled import compiled
 from anycostfl.errors import PayloadError
 

@@ -5,20 +5,23 @@ from __future__ import annotations
 import hashlib
 import json
 import tomllib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Annotated, Any
 
 import tomli_w
 
-from anycostfl import methods, models
-from anycostfl.checks import Count, Interval, OneOf, Positive, check_fields
+from anycostfl import methods, models, tasks
+from anycostfl.checks import FINITE, Count, Interval, OneOf, check_fields
 from anycostfl.codec import CODECS
 from anycostfl.codec.frame import OVERHEAD
 from anycostfl.config.loading import checked, find_file, merge, names_in, read_toml, set_key
+from anycostfl.data.split import Data
 from anycostfl.device import Training
 from anycostfl.errors import ConfigError, UnknownNameError
+from anycostfl.metrics import MetricInfo
 from anycostfl.planning.cost import Devices, Workload
 from anycostfl.planning.draw import FleetSpec, Profile
 from anycostfl.planning.strategy import Caps, Limits, Strategies
@@ -29,6 +32,7 @@ from anycostfl.shrink import ElasticModel
 
 RENAMED = {
     "rates": "upload_ratio",
+    "run.target_accuracy": "run.target",
     "limits.rate": "limits.upload_ratio",
     "aggregation.step": "server_optimizer.step",
     "aggregation.momentum": "server_optimizer.momentum",
@@ -37,21 +41,12 @@ RENAMED = {
 """Keys as older files have them, and as they are called now."""
 
 
-@dataclass(frozen=True, slots=True)
-class Data:
-    """The dataset, how it is split over the fleet, and who holds the part to test on.
-
-    With `evaluate = "devices"` a server over Flower loads no data: devices test on their own.
-    """
-
-    name: str
-    path: str = ""
-    evaluate: Annotated[str, OneOf(("server", "devices"))] = "server"
-    partition: Annotated[str, OneOf(("iid", "dirichlet"))] = "iid"
-    concentration: Positive = 0.5
-
-    def __post_init__(self) -> None:
-        check_fields(self)
+NAMED: tuple[tuple[str, str, Callable[[str], object]], ...] = (
+    ("model", "name", models.load),
+    ("run", "method", methods.load),
+    ("data", "name", tasks.find),
+)
+"""Which keys name a file, and what reads it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,10 +83,13 @@ class Compression:
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """How long to train, with which method, from which seed."""
+    """How long to train, with which method, from which seed.
+
+    `target` is a value of the task's metric, in its own direction.
+    """
 
     rounds: Count
-    target_accuracy: Annotated[float, Interval(0.0, 1.0)]
+    target: Annotated[float | None, FINITE] = None
     method: str = "anycostfl"
     seed: Annotated[int, Interval(0.0)] = 0
     evaluate_every: Count = 1
@@ -131,6 +129,7 @@ class Config:
     server_optimizer: ServerOptimizer = field(default_factory=ServerOptimizer)
     gate: Gate = field(default_factory=Gate)
     attack: Attack = field(default_factory=Attack)
+    metric: MetricInfo = field(default_factory=MetricInfo)  # of the task, if not said otherwise
     upload_ratio: Mapping[str, float] = field(default_factory=dict)
     summary: str = ""
 
@@ -206,6 +205,7 @@ def load_preset(name: str, overrides: Sequence[str] = ()) -> Config:
     table = _derive(_read_preset(name), _modernized(changes))
     _find_in(Path.cwd(), table)
     _fill_workload(table)
+    _fill_metric(table)
     return checked(Config, table, name, [*problems, *_unknown_names(table)])
 
 
@@ -234,9 +234,9 @@ def parse_config(text: str, source: str, *, foreign: bool = False) -> Config:
 
 
 def _unknown_names(table: Mapping[str, Any]) -> list[str]:
-    """The problems, if there is no architecture or method of that name."""
+    """The problems, if there is no architecture, method or task of that name."""
     problems = []
-    for section, key, load in (("model", "name", models.load), ("run", "method", methods.load)):
+    for section, key, load in NAMED:
         name = _given(table, section, key)
         try:
             if isinstance(name, str):
@@ -264,10 +264,12 @@ def _without_none(table: Mapping[str, Any]) -> dict[str, Any]:
 def fingerprint(config: Config) -> str:
     """A digest of what decides the rounds of a run.
 
-    Not its title, its end, how often it is saved, nor where the data lies.
+    Not its title, its end, how often it is saved, how it is measured, nor where the data lies.
     """
-    run = replace(config.run, rounds=1, target_accuracy=1.0, checkpoint_every=1)
-    same = replace(config, summary="", run=run, data=replace(config.data, path=""))
+    rounds = 1 if config.training.schedule == "constant" else config.run.rounds
+    run = replace(config.run, rounds=rounds, target=None, checkpoint_every=1)
+    data = replace(config.data, path="")
+    same = replace(config, summary="", run=run, data=data, metric=MetricInfo())
     return hashlib.blake2s(json.dumps(asdict(same), sort_keys=True).encode()).hexdigest()
 
 
@@ -350,3 +352,11 @@ def _fill_workload(table: dict[str, Any]) -> None:
         flops, bits = net.training_flops, net.size_bits
     workload.setdefault("flops_per_sample", flops)
     workload.setdefault("size_bits", bits)
+
+
+def _fill_metric(table: dict[str, Any]) -> None:
+    """How the task's metric is shown, but for what is given."""
+    name, given = _given(table, "data", "name"), table.get("metric", {})
+    with suppress(UnknownNameError, ConfigError):  # told with all other problems
+        if isinstance(name, str) and isinstance(given, dict):
+            table["metric"] = {**asdict(tasks.load(name).metrics[0].info), **given}

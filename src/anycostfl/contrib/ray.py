@@ -1,8 +1,7 @@
-"""Flower's simulation engine (Ray) as a fleet of simulated devices.
+"""Flower's simulation engine (Ray) as a fleet of simulated devices; needs the extra `cluster`.
 
 The same loop and the same device app as on real devices, on as many machines as a Ray cluster has:
 set RAY_ADDRESS to use one, or Ray starts on this machine. A seeded run gives what `simulate` gives.
-It needs the extra `cluster`.
 
 Deviation: Flower calls `run_simulation` deprecated in favour of its command line, which would hide
 the rounds from us; the versions of Flower that this package allows have it. The Grid exists only
@@ -35,10 +34,6 @@ from anycostfl.rounds import ServerState, start_state
 DEADLINE_S = 24 * 3600.0  # simulated devices are never late
 
 
-class EngineError(AnycostError):
-    """Flower's simulation engine ended before the run did."""
-
-
 @contextmanager
 def open_fleet(experiment: Experiment, start: ServerState, workers: int) -> Iterator[FlowerFleet]:
     """A Flower fleet whose devices the engine simulates."""
@@ -52,8 +47,17 @@ def open_fleet(experiment: Experiment, start: ServerState, workers: int) -> Iter
         done.wait()
 
     def run_engine() -> None:
+        here = {} if "RAY_ADDRESS" in os.environ else {"num_cpus": workers}
         try:
-            _run_engine(app, devices, workers)
+            run_simulation(
+                server_app=app,
+                client_app=device.app,
+                num_supernodes=devices,
+                backend_config={
+                    "init_args": {**here, "log_to_driver": False, "logging_level": "ERROR"},
+                    "client_resources": {"num_cpus": 1, "num_gpus": 0.0},
+                },
+            )
         except BaseException as error:  # raised again where the fleet is opened
             ready.put(error)
 
@@ -61,26 +65,13 @@ def open_fleet(experiment: Experiment, start: ServerState, workers: int) -> Iter
     thread.start()
     grid = ready.get()
     if isinstance(grid, BaseException):
-        raise EngineError(f"Flower's simulation engine failed: {grid}") from grid
+        raise AnycostError(f"Flower's simulation engine failed: {grid}") from grid
+    policy = RoundPolicy(deadline_s=DEADLINE_S, wait_for=devices)
     try:
-        policy = RoundPolicy(deadline_s=DEADLINE_S, wait_for=devices)
         yield FlowerFleet(grid, experiment, policy, start=start)
     finally:
         done.set()
         thread.join()
-
-
-def _run_engine(app: ServerApp, devices: int, workers: int) -> None:
-    here = {} if "RAY_ADDRESS" in os.environ else {"num_cpus": workers}
-    run_simulation(
-        server_app=app,
-        client_app=device.app,
-        num_supernodes=devices,
-        backend_config={
-            "init_args": {**here, "log_to_driver": False, "logging_level": "ERROR"},
-            "client_resources": {"num_cpus": 1, "num_gpus": 0.0},
-        },
-    )
 
 
 def simulate(config: Config, *, workers: int = 1, start: SavedRun | None = None) -> Rounds:
@@ -89,5 +80,4 @@ def simulate(config: Config, *, workers: int = 1, start: SavedRun | None = None)
         raise MissingExtraError("--engine flower needs Ray: pip install 'anycostfl[cluster]'")
     experiment = server_experiment(config)
     state = start_state(experiment, start)
-    fleet = open_fleet(experiment, state, workers)
-    return run_rounds(experiment, fleet, state)
+    return run_rounds(experiment, open_fleet(experiment, state, workers), state)

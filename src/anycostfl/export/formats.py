@@ -15,25 +15,24 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-import numpy.typing as npt
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves, tree_map
 
+from anycostfl.data.samples import Tree, call
 from anycostfl.errors import AnycostError, MissingExtraError
 from anycostfl.export.elastic_file import METADATA, save_elastic, save_tensors
-from anycostfl.export.trained import TrainedModel, calibration_images, metadata_of
+from anycostfl.export.trained import TrainedModel, calibration_inputs, metadata_of
 from anycostfl.files import refuse_special
 from anycostfl.shrink import SubModel, recalibrate
 from anycostfl.state import tensors_of
 
-TOLERANCE = 1e-4
-"""Largest difference allowed between a logit of an exported file and PyTorch's."""
+TOLERANCE = 1e-4  # of a logit of an exported file, from PyTorch's
 
 Metadata = Mapping[str, Any]
-Infer = Callable[[Tensor], npt.NDArray[np.float32]]
+Infer = Callable[[Tree], Tree]
 
 
 class ExportError(AnycostError):
@@ -45,7 +44,7 @@ class Format:
     """A file format: how to write a module and how to run the file."""
 
     suffix: str
-    write: Callable[[nn.Module, Tensor, Path, Metadata], None]
+    write: Callable[[nn.Module, Tree, Path, Metadata], None]
     read: Callable[[nn.Module, Path], Infer]
 
 
@@ -56,17 +55,20 @@ def _optional(package: str) -> Any:
         raise MissingExtraError("ONNX files need: pip install 'anycostfl[export]'") from error
 
 
-def write_onnx(module: nn.Module, example: Tensor, path: Path, metadata: Metadata) -> None:
+def write_onnx(module: nn.Module, example: Tree, path: Path, metadata: Metadata) -> None:
     """ONNX by torch's exporter, with a free batch size and embedded weights."""
     _optional("onnxscript")  # torch needs it
-    with _quiet():
+    with _quiet(), torch.no_grad():
+        is_single = isinstance(call(module, example), Tensor)
+        args, kwargs = _arguments(example)
         program = torch.onnx.export(
             module,
-            (example,),
+            args,
+            kwargs=kwargs or None,
             dynamo=True,
-            dynamic_shapes=({0: "batch"},),
-            input_names=["input"],
-            output_names=["logits"],
+            dynamic_shapes=_dynamic(example, "batch"),
+            input_names=list(named_arrays(example)),
+            output_names=["logits"] if is_single else None,
             verbose=False,
         )
     if program is None:
@@ -85,31 +87,56 @@ def open_onnx(path: Path) -> Any:
 
 def _read_onnx(_module: nn.Module, path: Path) -> Infer:
     session = open_onnx(path)
-    return lambda x: np.asarray(session.run(None, {"input": x.numpy()})[0])
+    return lambda x: list(map(torch.from_numpy, session.run(None, named_arrays(x))))
 
 
-def _write_program(module: nn.Module, example: Tensor, path: Path, metadata: Metadata) -> None:
+def _write_program(module: nn.Module, example: Tree, path: Path, metadata: Metadata) -> None:
     """A torch.export program (.pt2): runs without this package, also from C++."""
     with _quiet():
         batch = torch.export.Dim("batch")
-        program = torch.export.export(module, (example,), dynamic_shapes=({0: batch},))
+        shapes = _dynamic(example, batch)
+        program = torch.export.export(module, *_arguments(example), dynamic_shapes=shapes)
         program.example_inputs = None  # torch would pickle them into the file
         torch.export.save(program, path, extra_files={METADATA: json.dumps(metadata)})
 
 
 def _read_program(_module: nn.Module, path: Path) -> Infer:
     with _quiet():
-        module = torch.export.load(path).module()
-    return lambda x: np.asarray(module(x).detach().numpy())
+        return partial(call, torch.export.load(path).module())
 
 
-def _write_state(module: nn.Module, _example: Tensor, path: Path, metadata: Metadata) -> None:
+def _write_state(module: nn.Module, _example: Tree, path: Path, metadata: Metadata) -> None:
     save_tensors(tensors_of(module), path, metadata)
 
 
 def _read_state(module: nn.Module, path: Path) -> Infer:
-    call = partial(torch.func.functional_call, module, load_file(path), tie_weights=False)
-    return lambda x: np.asarray(call(x).detach().numpy())
+    state = load_file(path)
+
+    def infer(example: Tree) -> Tree:
+        args, kwargs = _arguments(example)
+        return torch.func.functional_call(module, state, args, kwargs, tie_weights=False)
+
+    return infer
+
+
+def _arguments(example: Tree) -> tuple[tuple[Tree, ...], dict[str, Tree]]:
+    """Inputs as they are passed: by position, or a dict of them by name."""
+    if isinstance(example, Mapping):
+        return (), dict(example)
+    return (example,) if isinstance(example, Tensor) else tuple(example), {}
+
+
+def _dynamic(example: Tree, batch: object) -> Any:
+    """That the first dimension of every input is free."""
+    args, kwargs = _arguments(example)
+    return tree_map(lambda _: {0: batch}, kwargs or args)
+
+
+def named_arrays(example: Tree) -> dict[str, Any]:
+    """The inputs of an ONNX file by their names."""
+    args, kwargs = _arguments(example)
+    names = [f"input{i}" if len(args) > 1 else "input" for i in range(len(args))]
+    return {name: x.numpy() for name, x in (*zip(names, args, strict=True), *kwargs.items())}
 
 
 FORMATS = {
@@ -153,14 +180,14 @@ def write(trained: TrainedModel, sub: SubModel, path: Path, format_name: str) ->
         if not difference <= TOLERANCE:
             raise ExportError(
                 f"the {format_name} file differs from PyTorch by {difference:.2g} "
-                f"(at most {TOLERANCE:g} is allowed) and was deleted"
+                f"(it must be at most {TOLERANCE:g}) and was deleted"
             )
     return difference
 
 
 def write_elastic(trained: TrainedModel, path: Path) -> None:
     """Write all widths as one file; BatchNorm statistics are those of the full width."""
-    recalibrate(trained.net.module, calibration_images(trained.config))
+    recalibrate(trained.net.module, calibration_inputs(trained))
     with _staged(path, path.suffix) as part:
         save_elastic(trained.net, part, **metadata_of(trained))
 
@@ -181,8 +208,16 @@ def _staged(path: Path, suffix: str) -> Iterator[Path]:
         raise ExportError(f"cannot write {path}: {error}") from error
 
 
-def _difference(module: nn.Module, infer: Infer, example: Callable[[int], Tensor]) -> float:
-    """The largest difference of a logit, over a batch of one and a batch of seven."""
+def _difference(module: nn.Module, infer: Infer, example: Callable[[int], Tree]) -> float:
+    """The largest difference of a number, over a batch of one and a batch of seven."""
+    worst = torch.zeros(1, dtype=torch.double)
     with torch.no_grad():
-        worst = [np.abs(infer(x) - module(x).numpy()).max() for x in (example(1), example(7))]
-    return float(np.max(worst))  # NaN stays NaN
+        for inputs in (example(1), example(7)):
+            pairs = zip(_tensors(infer(inputs)), _tensors(call(module, inputs)), strict=True)
+            worst = torch.stack([worst.max(), *((a - b).abs().max() for a, b in pairs)])
+    return float(worst.max())  # NaN stays NaN
+
+
+def _tensors(outputs: Tree) -> list[Tensor]:
+    """The tensors of a model's outputs, which may hold more, such as None for no cache."""
+    return [leaf.double() for leaf in tree_leaves(outputs) if isinstance(leaf, Tensor)]

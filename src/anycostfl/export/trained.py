@@ -2,22 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from functools import lru_cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
-from torch import Tensor
-
-from anycostfl import data, methods, models
+from anycostfl import methods, models, tasks
 from anycostfl.config import Config, parse_config
-from anycostfl.device import count_correct
+from anycostfl.data.files import DataMissingError
+from anycostfl.data.samples import Dataset, Tree
+from anycostfl.device import measure
 from anycostfl.errors import AlphaError
+from anycostfl.experiment import elastic, load_data
 from anycostfl.files import StorageError
+from anycostfl.metrics import score
+from anycostfl.records.round import Records
 from anycostfl.records.run import read_run
 from anycostfl.shrink import ElasticModel, SubModel, calibration_batches, recalibrate
+from anycostfl.state import State
+from anycostfl.tasks import Task
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -25,6 +30,7 @@ class TrainedModel:
     """The model of a run after `rounds` rounds, with channels in the order in which they are cut.
 
     `order` says whether they were sorted; `remarks` are about damage in the run directory.
+    `example` makes random inputs of a batch size, `data` reads the prepared dataset when needed.
     """
 
     config: Config
@@ -32,10 +38,9 @@ class TrainedModel:
     net: ElasticModel
     order: str
     remarks: tuple[str, ...]
-
-    def example(self, batch: int) -> Tensor:
-        """A random input of this batch size."""
-        return models.load(self.config.model.name).example(batch)
+    task: Task
+    example: Callable[[int], Tree]
+    data: Callable[[], Dataset]
 
 
 def open_trained(folder: Path) -> TrainedModel:
@@ -49,17 +54,34 @@ def open_trained(folder: Path) -> TrainedModel:
         )
     config = parse_config(saved.config, str(folder))
     spec = models.load(config.model.name)
-    # `fast` rounds widths for training speed; inference works at any width.
-    rule = "even" if config.model.widths == "fast" else config.model.widths
-    net = ElasticModel(spec.build(), spec.example(2), rule=rule)
-    net.load(saved.checkpoint["model"])
+    net = elastic(spec.build(), spec.example(2), inference_rule(config))
+    order = load_sorted(net, saved.checkpoint["model"], config, saved.records)
+    return TrainedModel(
+        config=config,
+        rounds=saved.checkpoint.rounds,
+        net=net,
+        order=order,
+        remarks=saved.remarks,
+        task=tasks.load(config.data.name),
+        example=spec.example,
+        data=cache(partial(load_data, config)),
+    )
+
+
+def inference_rule(config: Config) -> str:
+    """The width rule of exported models: `fast` is for training, inference works at any width."""
+    return "even" if config.model.widths == "fast" else config.model.widths
+
+
+def load_sorted(net: ElasticModel, weights: State, config: Config, records: Records) -> str:
+    """Load trained weights, important channels first where that is right; says which it was."""
+    net.load(weights)
     # Not where sub-models were trained as prefixes of the channels in their fixed order (HeteroFL).
-    shrunk = any(0 < d.alpha < 1 for record in saved.records for d in record.devices)
+    shrunk = any(0 < d.alpha < 1 for record in records for d in record.devices)
     sort = methods.load(config.run.method).sorts_channels or not shrunk
     if sort:
         net.sort_channels()
-    order = "importance" if sort else "as trained"
-    return TrainedModel(config, saved.checkpoint.rounds, net, order, saved.remarks)
+    return "importance" if sort else "as trained"
 
 
 def cut(trained: TrainedModel, alpha: float) -> SubModel:
@@ -71,7 +93,7 @@ def cut(trained: TrainedModel, alpha: float) -> SubModel:
             f"must be at least {least:.4g}"
         )
     sub = trained.net.shrink(alpha)
-    recalibrate(sub.module, calibration_images(trained.config))
+    recalibrate(sub.module, calibration_inputs(trained))
     sub.module.eval()
     return sub
 
@@ -81,20 +103,13 @@ def least_alpha(net: ElasticModel) -> float:
     return net.plan(1e-12).flops_ratio if net.tied_widths else 1.0
 
 
-def calibration_images(config: Config) -> Iterator[Tensor]:
-    """Batches of training images; the dataset is read when the first one is requested."""
-    yield from calibration_batches(_dataset(config).train_images)
-
-
-_load_data = lru_cache(maxsize=1)(data.load)
-
-
-def _dataset(config: Config) -> data.Dataset:
-    return _load_data(config.data.name, config.data.path)
+def calibration_inputs(trained: TrainedModel) -> Iterator[Tree]:
+    """Batches of training samples; the dataset is read when the first one is requested."""
+    yield from calibration_batches(trained.data().train.inputs)
 
 
 def metadata_of(trained: TrainedModel, sub: SubModel | None = None) -> dict[str, Any]:
-    """The metadata of a file; `mean` and `std` are those by which inputs were normalised."""
+    """The metadata of a file, with what inputs were prepared by."""
     config = trained.config
     metadata: dict[str, Any] = {
         "model": config.model.name,
@@ -106,14 +121,15 @@ def metadata_of(trained: TrainedModel, sub: SubModel | None = None) -> dict[str,
     }
     if sub is not None:
         metadata |= {"alpha": sub.plan.alpha, "flops_ratio": sub.plan.flops_ratio}
-    with suppress(data.DataMissingError):
-        dataset = _dataset(config)
-        metadata |= {"mean": dataset.mean, "std": dataset.std}
+    with suppress(DataMissingError):
+        metadata |= {name: values.tolist() for name, values in trained.data().fitted.items()}
     return metadata
 
 
-def accuracy_of(trained: TrainedModel, sub: SubModel) -> float:
-    """Accuracy of a sub-model on the test images of the run."""
-    dataset, training = _dataset(trained.config), replace(trained.config.training, device="cpu")
-    test = dataset.test_images, dataset.test_labels
-    return count_correct(sub.module, test, training) / len(dataset.test_labels)
+def metric_of(trained: TrainedModel, sub: SubModel) -> float | None:
+    """The metric of a sub-model on the test samples of the run."""
+    training = replace(trained.config.training, device="cpu")
+    first = trained.task.metrics[:1]
+    sums = measure(sub.module, replace(trained.data().test, owners=None), first, training)
+    found = score(first, [sums] if sums else [])
+    return found.value if found else None

@@ -13,11 +13,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
-from torch import Tensor
-
+from anycostfl.data.samples import Tree
 from anycostfl.errors import ConfigError, InfeasibleBudgetError
-from anycostfl.export.formats import FORMATS, open_onnx, write
-from anycostfl.export.trained import TrainedModel, accuracy_of, cut, least_alpha
+from anycostfl.export.formats import FORMATS, named_arrays, open_onnx, write
+from anycostfl.export.trained import TrainedModel, cut, least_alpha, metric_of
 from anycostfl.files import atomic_write, writing_to
 from anycostfl.records.run import WIDTHS
 from anycostfl.shrink import SubModel
@@ -25,46 +24,47 @@ from anycostfl.shrink import SubModel
 
 @dataclass(frozen=True, slots=True)
 class Width:
-    """Accuracy and cost of one width of a trained model.
+    """Metric and cost of one width of a trained model.
 
     `flops` are those of one forward pass of one sample, `bytes` is the size of the file, and
     `latency_ms` that of one sample in onnxruntime on one thread of this machine.
     """
 
     alpha: float
-    accuracy: float | None
+    metric: float | None
     parameters: int
     flops: float
     bytes: int
     latency_ms: float | None
 
 
-def width_of_file(trained: TrainedModel, sub: SubModel, path: Path) -> Width:
-    """The cost of a written width, as far as it is known without running it."""
-    return Width(
-        alpha=sub.plan.alpha,
-        accuracy=None,
-        parameters=sum(p.numel() for p in sub.module.parameters()),
-        flops=trained.net.coupling.flops(sub.plan.widths, training=False),
-        bytes=path.stat().st_size,
-        latency_ms=None,
-    )
+def width_of_file(
+    trained: TrainedModel,
+    sub: SubModel,
+    path: Path,
+    *,
+    metric: float | None = None,
+    latency_ms: float | None = None,
+) -> Width:
+    """The cost of a written width, and what else is known of it."""
+    parameters = sum(p.numel() for p in sub.module.parameters())
+    flops = trained.net.coupling.flops(sub.plan.widths, training=False)
+    return Width(sub.plan.alpha, metric, parameters, flops, path.stat().st_size, latency_ms)
 
 
-CONSECUTIVE_RUNS = 5
-"""Of one file before the next; the first, which warms caches, does not count."""
+CONSECUTIVE_RUNS = 5  # of one file before the next; the first, which warms caches, does not count
 
 
 def measure_latency_ms(
     paths: Sequence[Path],
-    example: Tensor,
+    example: Tree,
     *,
     repeats: int = 60,
     clock: Callable[[], float] = time.perf_counter,
 ) -> list[float]:
     """Median milliseconds of ONNX files on one sample, a few runs of each in turn."""
     sessions = [open_onnx(path) for path in paths]
-    feed = {"input": example[:1].numpy()}
+    feed = named_arrays(example)
     seen: list[list[float]] = [[] for _ in paths]
     for _ in range(1 + repeats // (CONSECUTIVE_RUNS - 1)):
         for session, times in zip(sessions, seen, strict=True):
@@ -79,7 +79,7 @@ def measure_latency_ms(
 def measure_widths(
     trained: TrainedModel, alphas: Sequence[float], on_start: Callable[[float], None]
 ) -> list[Width]:
-    """Accuracy, size and latency of several widths; `on_start` is called with each α."""
+    """Metric, size and latency of several widths; `on_start` is called with each α."""
     found: list[Width] = []
     with tempfile.TemporaryDirectory() as folder:
         paths = [Path(folder, f"{number}.onnx") for number in range(len(alphas))]
@@ -87,8 +87,8 @@ def measure_widths(
             on_start(alpha)
             sub = cut(trained, alpha)
             write(trained, sub, path, "onnx")
-            width = width_of_file(trained, sub, path)
-            found.append(replace(width, accuracy=accuracy_of(trained, sub)))
+            metric = metric_of(trained, sub)
+            found.append(width_of_file(trained, sub, path, metric=metric))
         latencies = measure_latency_ms(paths, trained.example(1))
     return [replace(w, latency_ms=ms) for w, ms in zip(found, latencies, strict=True)]
 
@@ -173,14 +173,14 @@ def _measure(trained: TrainedModel, limit: Limit, format_name: str, alpha: float
     """The cost of a width, as far as the limit needs it."""
     sub = trained.net.shrink(alpha)  # not calibrated: statistics change neither size nor speed
     sub.module.eval()
-    name = "onnx" if limit.field == "latency_ms" else format_name
+    is_timed, latency_ms = limit.field == "latency_ms", None
+    name = "onnx" if is_timed else format_name
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder, f"probe{FORMATS[name].suffix}")
         if limit.field == "flops":
             path.touch()
         else:
             write(trained, sub, path, name)
-        width = width_of_file(trained, sub, path)
-        if limit.field == "latency_ms":
-            return replace(width, latency_ms=measure_latency_ms([path], trained.example(1))[0])
-    return width
+        if is_timed:
+            [latency_ms] = measure_latency_ms([path], trained.example(1))
+        return width_of_file(trained, sub, path, latency_ms=latency_ms)

@@ -13,6 +13,7 @@ from collections.abc import Iterable, Mapping
 from typing import Protocol
 
 from anycostfl.device import Reply
+from anycostfl.metrics import Score
 from anycostfl.rounds import Offers, RoundPlan
 from anycostfl.server.suspensions import Suspensions
 from anycostfl.state import State
@@ -27,8 +28,8 @@ class Fleet(Protocol):
     def perform(self, plan: RoundPlan) -> Iterable[Reply]:
         """What devices make of their assignments, as replies arrive."""
 
-    def evaluate(self, weights: State) -> float | None:
-        """The accuracy of a model where the test data is; None where there is none."""
+    def evaluate(self, weights: State) -> Score | None:
+        """How good a model is where the test data is; None where there is none."""
 
     def memory(self) -> Mapping[int, State]:
         """What devices remember, for checkpoints; empty where devices keep it themselves."""

@@ -18,7 +18,8 @@ import torch
 from torch import Tensor
 
 from anycostfl.config import Attack
-from anycostfl.device import DeviceRuntime, Job, Samples, learn_honestly
+from anycostfl.data.samples import Samples
+from anycostfl.device import DeviceRuntime, Job, learn_honestly
 from anycostfl.errors import ConfigError
 from anycostfl.shrink import SubModel
 from anycostfl.state import State

@@ -17,21 +17,24 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass, fields, replace
+from multiprocessing.reduction import ForkingPickler
 from typing import Any, Self
 
 import numpy as np
 import numpy.typing as npt
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from anycostfl import models
+from anycostfl import models, tasks
 from anycostfl.config import Config
 from anycostfl.device import DeviceRuntime, Job, Reply, reuse_memory
 from anycostfl.errors import AnycostError
+from anycostfl.experiment import elastic
 from anycostfl.fleets.attackers import Attackers
 from anycostfl.fleets.simulated import Holdings, InProcess
-from anycostfl.shrink import ElasticModel
+from anycostfl.registry import IN_MEMORY
 from anycostfl.state import tensors_of
+from anycostfl.tasks import Task
 
 
 class WorkerDiedError(AnycostError):
@@ -54,6 +57,8 @@ class Shared:
     weights: Mapping[str, Tensor]
     holdings: Holdings
     attackers: Attackers | None
+    task: Task | None  # if it goes by no name
+    module: nn.Module | None  # likewise
 
 
 class Pool:
@@ -62,8 +67,14 @@ class Pool:
     def __init__(self, config: Config, workers: int, local: InProcess) -> None:
         self._holdings = local.holdings
         self._counts = local.holdings.counts()
+        module = local.runtime.net.module
         shared = Shared(
-            config, tensors_of(local.runtime.net.module), local.holdings, local.attackers
+            config=config,
+            weights=tensors_of(module),
+            holdings=local.holdings,
+            attackers=local.attackers,
+            task=local.runtime.task.without_data() if config.data.name == IN_MEMORY else None,
+            module=module if config.model.name == IN_MEMORY else None,
         )
         _share(shared)
         context = multiprocessing.get_context("forkserver")
@@ -85,10 +96,11 @@ class Pool:
         for i in range(len(jobs)):
             yield _convert(_to_tensor, self._result(sent.pop(i)))
 
-    def correct(self) -> int:
-        """The number of correct predictions of the global model on all test samples."""
-        sent = [self._submit(_correct_in, start) for start in self._holdings.test_chunks()]
-        return sum(map(self._result, sent))
+    def measure(self) -> Iterator[list[Tensor]]:
+        """The sums of every metric for the global model, chunk by chunk of the test samples."""
+        sent = [self._submit(_measure_chunk, start) for start in self._holdings.test_chunks()]
+        for future in sent:
+            yield [_to_tensor(part) for part in self._result(future)]
 
     def _submit(self, task: Callable[[Any], Any], argument: Any) -> Future[Any]:
         try:
@@ -119,7 +131,15 @@ class Pool:
 def _share(shared: Shared) -> None:
     """Make every tensor visible to other processes."""
     held = shared.holdings
-    tensors = (*shared.weights.values(), *held.train, *held.test, held.index, held.ends)
+    samples = (*held.train.tensors(), *held.test.tensors(), held.index, held.ends)
+    tensors = (*shared.weights.values(), *samples)
+    try:
+        ForkingPickler.dumps((shared.task, shared.module))
+    except Exception as error:  # whatever a class of the user's own raises
+        raise SharedMemoryError(
+            f"several workers need a task and a model that Python can pickle ({error}). Define "
+            "them in a module, without lambdas, or use one worker"
+        ) from error
     try:
         for tensor in tensors:
             tensor.share_memory_()  # type: ignore[no-untyped-call]
@@ -143,12 +163,14 @@ def _start(shared: Shared) -> None:
     torch.set_num_threads(1)
     reuse_memory()
     config = shared.config
-    module = models.load(config.model.name).build()
+    task = shared.task or tasks.load(config.data.name)
+    module = shared.module or models.load(config.model.name).build()
     for name, own in tensors_of(module).items():
         own.data = shared.weights[name]
-    net = ElasticModel(module, shared.holdings.train[0][:2], rule=config.model.widths)
+    example = shared.holdings.train.take(slice(0, 2)).inputs
+    net = elastic(module, example, config.model.widths)
     method = config.method_of(config.run.method)
-    runtime = DeviceRuntime(method, net, config.training, config.workload.epochs)
+    runtime = DeviceRuntime(task, method, net, config.training, config.workload.epochs)
     _devices.append(InProcess(runtime, shared.holdings, shared.attackers))
 
 
@@ -167,8 +189,8 @@ def _perform(job: Any) -> tuple[Any, str]:
     return _told(lambda: _convert(_to_bytes, _devices[0].perform_one(_convert(_to_tensor, job))))
 
 
-def _correct_in(start: int) -> tuple[Any, str]:
-    return _told(lambda: _devices[0].correct_in(start))
+def _measure_chunk(start: int) -> tuple[Any, str]:
+    return _told(lambda: [_to_bytes(sums) for sums in _devices[0].measure_chunk(start)])
 
 
 def _told(work: Callable[[], Any]) -> tuple[Any, str]:

@@ -16,20 +16,13 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from anycostfl import data
 from anycostfl.config import profiles_of
-from anycostfl.device import (
-    TEST_CHUNK,
-    DeviceRuntime,
-    Job,
-    Reply,
-    Samples,
-    chunk_of,
-    count_correct,
-    learn_honestly,
-)
+from anycostfl.data.samples import Dataset, Samples
+from anycostfl.data.split import Partition
+from anycostfl.device import TEST_CHUNK, DeviceRuntime, Job, Reply, learn_honestly
 from anycostfl.experiment import Experiment
 from anycostfl.fleets.attackers import Attackers, choose_attackers
+from anycostfl.metrics import Score, score
 from anycostfl.planning.draw import choose, draw_cohort
 from anycostfl.rounds import Offers, RoundPlan
 from anycostfl.server.suspensions import Suspensions
@@ -38,28 +31,30 @@ from anycostfl.state import State
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Holdings:
-    """The samples of all devices, and those to test on."""
+    """The samples of all devices, and those to test on, of `owners` owners."""
 
     train: Samples
     test: Samples
     index: Tensor  # of all devices' training samples, one device after the other
     ends: Tensor  # where each device's samples end in the index
+    owners: int = 1
 
     @classmethod
-    def of(cls, dataset: data.Dataset, parts: data.Partition) -> Self:
+    def of(cls, dataset: Dataset, parts: Partition) -> Self:
         """A dataset split over a fleet."""
         return cls(
-            train=(dataset.train_images, dataset.train_labels),
-            test=(dataset.test_images, dataset.test_labels),
+            train=dataset.train,
+            test=dataset.test,
             index=torch.from_numpy(np.concatenate(parts)),
             ends=torch.tensor([len(part) for part in parts]).cumsum(0),
+            owners=max(len(dataset.owner_names), 1),
         )
 
     def samples_of(self, device: int) -> Samples:
         """What a device trains on."""
         start = int(self.ends[device - 1]) if device else 0
-        chosen = self.index[start : int(self.ends[device])]
-        return self.train[0][chosen], self.train[1][chosen]
+        own = Samples(self.train.inputs, self.train.targets)
+        return own.take(self.index[start : int(self.ends[device])])
 
     def counts(self) -> npt.NDArray[np.int64]:
         """How many samples every device holds."""
@@ -67,7 +62,7 @@ class Holdings:
 
     def test_chunks(self) -> range:
         """Where each chunk of the test samples starts."""
-        return range(0, len(self.test[1]), TEST_CHUNK)
+        return range(0, len(self.test), TEST_CHUNK)
 
 
 class Executor(Protocol):
@@ -76,8 +71,8 @@ class Executor(Protocol):
     def perform(self, jobs: Sequence[Job]) -> Iterator[Reply]:
         """The replies, in the order of the jobs."""
 
-    def correct(self) -> int:
-        """The number of correct predictions of the global model on all test samples."""
+    def measure(self) -> Iterator[list[Tensor]]:
+        """The sums of every metric for the global model, chunk by chunk of the test samples."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -92,9 +87,9 @@ class InProcess:
         """The replies, in the order of the jobs."""
         return map(self.perform_one, jobs)
 
-    def correct(self) -> int:
-        """The number of correct predictions of the global model on all test samples."""
-        return sum(map(self.correct_in, self.holdings.test_chunks()))
+    def measure(self) -> Iterator[list[Tensor]]:
+        """The sums of every metric for the global model, chunk by chunk of the test samples."""
+        return map(self.measure_chunk, self.holdings.test_chunks())
 
     def perform_one(self, job: Job) -> Reply:
         """Cut the device's sub-model and let the device train it on its own samples."""
@@ -102,10 +97,12 @@ class InProcess:
         learn = self.attackers.learn if self.attackers else learn_honestly
         return self.runtime.perform(sub, samples, job, learn)
 
-    def correct_in(self, start: int) -> int:
-        """The number of correct predictions in one chunk of the test samples."""
-        module, chunk = self.runtime.net.shrink(1.0).module, chunk_of(self.holdings.test, start)
-        return count_correct(module, chunk, self.runtime.training)
+    def measure_chunk(self, start: int) -> list[Tensor]:
+        """The sums of every metric over one chunk of the test samples."""
+        chunk = self.holdings.test.take(slice(start, start + TEST_CHUNK))
+        module = self.runtime.net.shrink(1.0).module
+        [sums] = self.runtime.measure(module, chunk, self.holdings.owners)
+        return sums
 
 
 class SimulatedFleet:
@@ -162,10 +159,12 @@ class SimulatedFleet:
                 memories[reply.device] = reply.memory
             yield reply
 
-    def evaluate(self, weights: State) -> float | None:
-        """The accuracy on all test samples."""
+    def evaluate(self, weights: State) -> Score | None:
+        """How good the model is on all test samples."""
         self._experiment.net.load(weights)
-        return self._executor.correct() / len(self._holdings.test[1])
+        metrics, held = self._experiment.runtime.task.metrics, self._holdings
+        known = held.train.owners if held.owners > 1 else None
+        return score(metrics, list(self._executor.measure()), known)
 
     def memory(self) -> Mapping[int, State]:
         """What devices have left over."""

@@ -1,10 +1,9 @@
 """The one door to what Flower does not document.
 
 Flower documents `flwr.app`, `flwr.clientapp`, `flwr.serverapp`, `flwr.simulation` and its programs.
-Whatever else this package uses is listed in `NEEDS` and touched in this file only. Where the
-installed version does not have it, `available` says so once and the caller takes the documented
-path. A capability is looked up when it is first needed: importing the SuperLink alone takes a board
-several seconds.
+Whatever else this package uses is listed in `NEEDS`, touched in this file only, and looked up when
+it is first needed: importing the SuperLink alone takes a board several seconds. Where the installed
+version lacks it, `available` says so once and the caller takes the documented path.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ import httpx
 from flwr.app import Message, UserConfig
 from flwr.serverapp import Grid
 
-from anycostfl.errors import AnycostError
+from anycostfl.errors import AnycostError, ConfigError
 from anycostfl.flower.keys import public_key
 
 NEEDS: Mapping[str, tuple[str, ...]] = {
@@ -36,7 +35,7 @@ NEEDS: Mapping[str, tuple[str, ...]] = {
         "flwr.supernode.fleet_http_client:FleetHttpClient",
         "flwr.supercore.interceptors.http.runtime_version:RuntimeVersionHttpInterceptor",
         "flwr.proto.fleet_pb2",
-        "flwr.proto.heartbeat_pb2",
+        "flwr.proto.heartbeat_pb2:SendNodeHeartbeatRequest",
         "flwr.proto.node_pb2:Node",
         "flwr.common.serde:message_to_proto",
         "flwr.app.message:remove_content_from_message",
@@ -81,16 +80,8 @@ NEEDS: Mapping[str, tuple[str, ...]] = {
 log = logging.getLogger("flwr").log  # Flower's own logger, which its processes show
 
 
-class UnavailableError(AnycostError):
-    """The installed version of Flower lacks something that was asked of it."""
-
-
 class TransferError(AnycostError):
     """A message that did not arrive whole."""
-
-
-class KeyRefusedError(AnycostError):
-    """A public key that Flower does not register."""
 
 
 class ErrorCode(IntEnum):
@@ -106,8 +97,8 @@ class ErrorCode(IntEnum):
 
 
 @cache
-def _find(capability: str) -> SimpleNamespace | str:
-    """Everything that a capability needs, or why it cannot be had."""
+def _use(capability: str) -> Any:
+    """Everything that a capability needs."""
     found = SimpleNamespace()
     for name in NEEDS[capability]:
         module, _, attribute = name.partition(":")
@@ -115,31 +106,23 @@ def _find(capability: str) -> SimpleNamespace | str:
             value = import_module(module)
             value = getattr(value, attribute) if attribute else value
         except (ImportError, AttributeError) as error:
-            return str(error)
+            raise AnycostError(
+                f"Flower {version('flwr')} does not offer what the {capability} of anycostfl needs "
+                f"({error})"
+            ) from error
         setattr(found, attribute or module.rpartition(".")[2], value)
     return found
 
 
 @cache
-def _warn(capability: str, why: str, otherwise: str) -> None:
-    text = "Flower %s does not offer what the %s of anycostfl needs (%s): %s"
-    log(logging.WARNING, text, version("flwr"), capability, why, otherwise)
-
-
 def available(capability: str, otherwise: str) -> bool:
     """Whether Flower has what a capability needs; warns once about what is done otherwise."""
-    found = _find(capability)
-    if isinstance(found, str):
-        _warn(capability, found, otherwise)
+    try:
+        _use(capability)
+    except AnycostError as error:
+        log(logging.WARNING, "%s: %s", error, otherwise)
         return False
     return True
-
-
-def _use(capability: str) -> Any:
-    found = _find(capability)
-    if isinstance(found, str):
-        raise UnavailableError(f"Flower {version('flwr')} has no {capability}: {found}")
-    return found
 
 
 # --- devices --------------------------------------------------------------------------------------
@@ -152,15 +135,12 @@ class FleetClient:
     """The Fleet interface of a SuperLink, as one device uses it."""
 
     def __init__(self, server: str, trust: bytes | None, signer: object, retry: Retry) -> None:
-        self._flower = _use("node")
-        self._retry = retry
-        component = self._flower.RuntimeVersionHttpInterceptor(component_name="SuperNode")
-        self._client = self._flower.FleetHttpClient.from_server_address(
-            server,
-            insecure=trust is None,
-            root_certificates=trust,
-            interceptors=[component, signer],
+        flower = self._flower = _use("node")
+        kind = flower.RuntimeVersionHttpInterceptor(component_name="SuperNode")
+        self._client = flower.FleetHttpClient.from_server_address(
+            server, insecure=trust is None, root_certificates=trust, interceptors=[kind, signer]
         )
+        self._retry = retry
 
     def close(self) -> None:
         """Close the connection."""
@@ -169,14 +149,14 @@ class FleetClient:
     def register(self, public_key: bytes) -> None:
         """Ask a server without a list of keys to take this one."""
         request = self._flower.fleet_pb2.RegisterNodeFleetRequest(public_key=public_key)
-        self._retried(self._client.RegisterNode)(request)
+        self._retried("RegisterNode")(request)
 
     def activate(self, public_key: bytes, heartbeat_s: float) -> int:
         """Come online; the node id."""
         request = self._flower.fleet_pb2.ActivateNodeRequest(
             public_key=public_key, heartbeat_interval=heartbeat_s
         )
-        return int(self._retried(self._client.ActivateNode)(request).node_id)
+        return int(self._retried("ActivateNode")(request).node_id)
 
     def deactivate(self, node_id: int) -> None:
         """Go offline."""
@@ -184,31 +164,24 @@ class FleetClient:
 
     def send_heartbeat(self, node_id: int, heartbeat_s: float) -> None:
         """Stay online for another interval or two."""
-        node = self._flower.Node(node_id=node_id)
-        self._client.SendNodeHeartbeat(
-            self._flower.heartbeat_pb2.SendNodeHeartbeatRequest(
-                node=node, heartbeat_interval=heartbeat_s
-            )
-        )
+        node, request = self._flower.Node(node_id=node_id), self._flower.SendNodeHeartbeatRequest
+        self._client.SendNodeHeartbeat(request(node=node, heartbeat_interval=heartbeat_s))
 
     def pull(self, node_id: int) -> Message | None:
         """The next message for this node, if there is one."""
         flower, node = self._flower, self._flower.Node(node_id=node_id)
-        found = self._retried(self._client.PullMessages)(
-            flower.fleet_pb2.PullMessagesRequest(node=node)
-        )
+        request = flower.fleet_pb2.PullMessagesRequest(node=node)
+        found = self._retried("PullMessages")(request)
         if not found.messages_list:
             return None
         tree, run_id = found.message_object_trees[0], found.messages_list[0].metadata.run_id
-        make = flower.inflatable_protobuf_utils
-        confirm = self._retried(self._client.ConfirmMessageReceived)
+        make, about = flower.inflatable_protobuf_utils, (node, run_id)
+        confirm = self._retried("ConfirmMessageReceived")
         try:
             message = flower.inflatable_utils.pull_and_inflate_object_from_tree(
                 tree,
-                make.make_pull_object_fn_protobuf(
-                    self._retried(self._client.PullObject), node, run_id
-                ),
-                make.make_confirm_message_received_fn_protobuf(confirm, node, run_id),
+                make.make_pull_object_fn_protobuf(self._retried("PullObject"), *about),
+                make.make_confirm_message_received_fn_protobuf(confirm, *about),
                 return_type=Message,
                 max_time=60.0,
                 initial_backoff=0.1,
@@ -221,33 +194,27 @@ class FleetClient:
     def push(self, node_id: int, reply: Message, seconds: float) -> None:
         """Send a reply that took so long to make."""
         flower, node = self._flower, self._flower.Node(node_id=node_id)
-        objects = flower.inflatable_object
+        objects, run_id = flower.inflatable_object, reply.metadata.run_id
         reply.metadata.__dict__["_message_id"] = reply.object_id
         with objects.no_object_id_recompute():
-            head = flower.message_to_proto(flower.remove_content_from_message(reply))
-            parts, tree = objects.get_all_nested_objects(reply), objects.get_object_tree(reply)
-            taken = self._retried(self._client.PushMessages)(
-                flower.fleet_pb2.PushMessagesRequest(
-                    node=node,
-                    messages_list=[head],
-                    message_object_trees=[tree],
-                    clientapp_runtime_list=[seconds],
-                )
+            request = flower.fleet_pb2.PushMessagesRequest(
+                node=node,
+                messages_list=[flower.message_to_proto(flower.remove_content_from_message(reply))],
+                message_object_trees=[objects.get_object_tree(reply)],
+                clientapp_runtime_list=[seconds],
             )
+            taken = self._retried("PushMessages")(request)
             push = flower.inflatable_protobuf_utils.make_push_object_fn_protobuf(
-                self._retried(self._client.PushObject),
-                node,
-                reply.metadata.run_id,
-                taken.session_id,
+                self._retried("PushObject"), node, run_id, taken.session_id
             )
+            parts, wanted = objects.get_all_nested_objects(reply), set(taken.objects_to_push)
             try:
-                flower.inflatable_utils.push_objects(
-                    parts, push, object_ids_to_push=set(taken.objects_to_push)
-                )
+                flower.inflatable_utils.push_objects(parts, push, object_ids_to_push=wanted)
             except flower.inflatable_utils.ObjectPushError as error:
                 raise TransferError(str(error)) from error
 
-    def _retried(self, method: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    def _retried(self, name: str) -> Callable[[Any], Any]:
+        method = getattr(self._client, name)
         return lambda request: self._retry(partial(method, request))
 
 
@@ -259,10 +226,11 @@ def sign_headers(request: httpx.Request, public: str, when: str, signature: str)
     request.headers[flower.FLEET_HTTP_SIGNATURE_HEADER] = signature
 
 
-def set_lifetime(message: Message, created_at: float, ttl: float) -> None:
-    """Date a message by another clock than this machine's."""
-    message.metadata.__dict__["_created_at"] = created_at
-    message.metadata.__dict__["_ttl"] = ttl
+def date_reply(reply: Message, message: Message, seconds: float) -> None:
+    """Date a reply by its message and the seconds it took: by the clock of the server."""
+    asked = message.metadata
+    reply.metadata.__dict__["_created_at"] = asked.created_at + seconds
+    reply.metadata.__dict__["_ttl"] = max(asked.ttl - seconds, 1e-3)
 
 
 def set_task(run_id: int, node_id: int, task_id: int) -> None:
@@ -301,10 +269,10 @@ class ControlClient:
         except httpx.HTTPStatusError as error:
             if error.response.status_code != httpx.codes.PRECONDITION_FAILED:
                 raise
-            raise KeyRefusedError(
-                "Flower registers a key once, under one name, as long as it runs: make a new one "
-                "with `anycostfl keys`, or start the server again"
-            ) from error
+            raise ConfigError(
+                [f"{path} is refused: Flower registers a key once, under one name, as long as it "
+                 "runs. Make a new one with `anycostfl keys`, or start the server again"]
+            ) from error  # fmt: skip
 
     def unregister(self, node_id: int) -> None:
         """Put a device out."""
@@ -327,14 +295,13 @@ class ControlClient:
             self._client.close()
 
 
-def h11_protocol() -> type[Any]:
-    """The connection class of the server that Flower runs the SuperLink in."""
-    return cast(type[Any], _use("filter").H11Protocol)
+def uvicorn_classes() -> tuple[type[Any], type[Any]]:
+    """The settings of the server that Flower runs the SuperLink in, and its connections.
 
-
-def superlink_config() -> type[Any]:
-    """The settings of that server; patching their constructor reaches every one it starts."""
-    return cast(type[Any], _use("filter").uvicorn.Config)
+    Patching the constructor of the settings reaches every server that Flower starts.
+    """
+    flower = _use("filter")
+    return flower.uvicorn.Config, flower.H11Protocol
 
 
 def reduce_polling() -> None:
@@ -351,11 +318,8 @@ def drop_messages(grid: Grid, ids: Iterable[str]) -> None:
     """
     if not available("collector", "what nobody fetches stays in memory until the run ends"):
         return
-    flower = _use("collector")
-    if not isinstance(grid, flower.HttpGrid):
-        return
-    connection = cast(Any, grid)
-    for name in ids:
+    flower, connection = _use("collector"), cast(Any, grid)
+    for name in ids if isinstance(grid, flower.HttpGrid) else ():
         request = flower.ConfirmMessageReceivedRequest(
             node=connection.node, run_id=connection.run.run_id, message_object_id=name
         )

@@ -1,9 +1,8 @@
 """The device as a Flower ClientApp: it says what it can spend, trains, and evaluates.
 
-It performs its task as a simulated device does (`device.DeviceRuntime`). It keeps the data and the
-traced model between messages as long as its process lives; its residual (`feedback`) is in Flower's
-context, for the last round and the one before, so that a round which the server has to repeat
-starts from the same memory.
+It performs its task as a simulated device does (`device.DeviceRuntime`). Data and traced model stay
+in memory between messages; its residual (`feedback`) is in Flower's context, for the last round and
+the one before, so that a round which the server has to repeat starts from the same memory.
 """
 
 from __future__ import annotations
@@ -11,48 +10,38 @@ from __future__ import annotations
 import time
 from dataclasses import dataclass, fields, replace
 from functools import lru_cache
+from typing import cast
 
 import numpy as np
 import torch
 from flwr.app import ConfigRecord, Context, Message, RecordDict, UserConfig
 from flwr.clientapp import ClientApp
 
-from anycostfl import data, methods
+from anycostfl import methods, tasks
 from anycostfl.config import load_profile, profiles_of
 from anycostfl.config.loading import checked
-from anycostfl.device import (
-    DeviceRuntime,
-    Job,
-    Reply,
-    Samples,
-    count_correct,
-    learn_honestly,
-    reuse_memory,
-)
+from anycostfl.data.files import read_own
+from anycostfl.data.prepare import prepare_dataset
+from anycostfl.data.samples import Dataset, Samples
+from anycostfl.data.split import Partition, split_samples
+from anycostfl.device import DeviceRuntime, Job, Reply, learn_honestly, reuse_memory
 from anycostfl.errors import AnycostError, ConfigError
-from anycostfl.experiment import initial_module, resolve_training, split, trace_model
-from anycostfl.flower.broadcast import model_digest
+from anycostfl.experiment import (
+    check_fit,
+    initial_module,
+    resolve_training,
+    splitting_generator,
+    trace_model,
+)
 from anycostfl.flower.messages import read_state, to_envelope, to_records, write_state
 from anycostfl.planning.cost import Devices, make_devices
-from anycostfl.planning.draw import Profile, draw_fleet, hardware_of
+from anycostfl.planning.draw import draw_fleet, hardware_of
 from anycostfl.server.downlink import first_public, take_step
 from anycostfl.shrink import SubModel, calibration_batches, recalibrate
 from anycostfl.state import State, tensors_of
+from anycostfl.tasks import Task
+from anycostfl.wire import messages as wire
 from anycostfl.wire.envelope import MessageError
-from anycostfl.wire.messages import (
-    Capabilities,
-    Download,
-    EvaluateTask,
-    Evaluation,
-    ExperimentInfo,
-    Result,
-    RoundInfo,
-    Task,
-    read_evaluate_task,
-    read_info,
-    read_task,
-    unpack_weights,
-)
 
 app = ClientApp()
 
@@ -60,8 +49,8 @@ app = ClientApp()
 @app.query()
 def introduce(message: Message, context: Context) -> Message:
     """Answer which device this is and what it can spend."""
-    info = read_info(to_envelope(message.content))
-    device = open_device(context.node_config, info.experiment)
+    info = wire.read_info(to_envelope(message.content))
+    device = open_device(read_setup(context.node_config), info.experiment)
     known = device.capabilities(info.round, device.public(context.state))
     return Message(to_records(known.pack()), reply_to=message)
 
@@ -70,8 +59,8 @@ def introduce(message: Message, context: Context) -> Message:
 def train(message: Message, context: Context) -> Message:
     """Perform the task in a message."""
     begin = time.perf_counter()
-    task = read_task(to_envelope(message.content))
-    device = open_device(context.node_config, task.info.experiment)
+    task = wire.read_task(to_envelope(message.content))
+    device = open_device(read_setup(context.node_config), task.info.experiment)
     torch.set_num_threads(device.setup.threads)
     reuse_memory()
     memory = recall(context.state, task.info)
@@ -83,20 +72,16 @@ def train(message: Message, context: Context) -> Message:
     except AnycostError as problem:
         reply = Reply(task.device, error=str(problem), memory=memory)
     remember(context.state, task.info, reply.memory)
-    result = Result(
-        payload=reply.payload,
-        error=reply.error,
-        busy_s=time.perf_counter() - begin,
-        next=device.capabilities(task.info.round + 1, device.public(context.state)),
-    )
+    known = device.capabilities(task.info.round + 1, device.public(context.state))
+    result = wire.Result(reply.payload, reply.error, time.perf_counter() - begin, known)
     return Message(to_records(result.pack()), reply_to=message)
 
 
 @app.evaluate()
 def evaluate(message: Message, context: Context) -> Message:
     """Evaluate the model in a message on this device's test samples."""
-    task = read_evaluate_task(to_envelope(message.content))
-    device = open_device(context.node_config, task.info.experiment)
+    task = wire.read_evaluate_task(to_envelope(message.content))
+    device = open_device(read_setup(context.node_config), task.info.experiment)
     torch.set_num_threads(device.setup.threads)
     return Message(to_records(device.evaluate(task).pack()), reply_to=message)
 
@@ -106,23 +91,17 @@ def evaluate(message: Message, context: Context) -> Message:
 
 @dataclass(frozen=True, slots=True)
 class Setup:
-    """What the owner of a device decides.
-
-    Without a profile it is the member of that number of the experiment's simulated fleet. `data`
-    replaces the experiment's dataset; with `all_data` the device trains on all of it instead of its
-    part of the split. `server_files` allows files that the server names, as Flower's simulation
-    engine needs it.
-    """
+    """What the owner of a device decides."""
 
     device: int
-    profile: str = ""
+    profile: str = ""  # without one, it is that member of the experiment's simulated fleet
     rate_bps: float = 0.0
     latency_s: float = 0.0
     energy_j: float = 0.0
-    data: str = ""
-    all_data: bool = False
+    data: str = ""  # a task, or data of its own (`data.files`), instead of the experiment's
+    split: bool = False  # train on a part of its own data, as the experiment is split
     threads: int = 1
-    server_files: bool = False
+    server_files: bool = False  # read files that the server names, as Flower's engine needs it
 
     def node_config(self) -> UserConfig:
         """As Flower's node configuration; only what differs from the defaults."""
@@ -148,17 +127,19 @@ class Device:
     """A device in one experiment: who it is, what it was told, what it holds."""
 
     setup: Setup
-    told: ExperimentInfo
+    told: wire.ExperimentInfo
     runtime: DeviceRuntime
     samples: Samples
     test: Samples
     counts: tuple[int, ...]  # samples of every member of the fleet, as far as this one knows
+    sums: State  # of its samples, as long as the server does not know what to prepare them by
 
-    def capabilities(self, number: int, public: State) -> Capabilities:
+    def capabilities(self, number: int, public: State) -> wire.Capabilities:
         """What the device can spend in a round, and which public model it holds."""
         distance_m, resources = self._own() if self.setup.profile else self._simulated(number)
-        digest = model_digest(public)
-        return Capabilities(self.setup.device, number, distance_m, resources, digest)
+        held = wire.model_digest(public)
+        device = self.setup.device
+        return wire.Capabilities(device, number, distance_m, resources, held, self.sums)
 
     def public(self, state: RecordDict) -> State:
         """The public model that the device holds: at first the initial one, made from the seed."""
@@ -166,35 +147,46 @@ class Device:
             return {}
         return read_state(state, "public") or first_public(self.runtime.net.module)
 
-    def catch_up(self, public: State, download: Download) -> State:
+    def catch_up(self, public: State, download: wire.Download) -> State:
         """The public model of this round, from the one that the device holds; none without one."""
-        if not download.whole and download.base != model_digest(public):
+        if not download.whole and download.base != wire.model_digest(public):
             raise MessageError("this device holds another public model than the steps start from")
         public = download.whole or public
         for step in download.steps:
             public = take_step(self.runtime.net, public, step, self.told.fingerprint)
         return public
 
-    def perform(self, task: Task, public: State, memory: State | None) -> Reply:
+    def perform(self, task: wire.TrainTask, public: State, memory: State | None) -> Reply:
         """Train the sub-model that came or is cut from the public model, and encode its update."""
+        if self.sums:
+            raise MessageError("a task that does not say what samples are prepared by")
         if task.device != self.setup.device:
             raise MessageError(f"a task for device {task.device}, this is {self.setup.device}")
         upload = replace(task.upload, blocks=self.runtime.net.blocks())
-        job = Job(task.device, task.alpha, upload, task.seed, memory, task.moved)
-        return self.runtime.perform(
-            self._sub_model(task, public), self.samples, job, learn_honestly
+        job = Job(
+            device=task.device,
+            alpha=task.alpha,
+            upload=upload,
+            seed=task.seed,
+            learning_rate=task.learning_rate,
+            memory=memory,
+            moved=task.moved,
         )
+        sub = self._sub_model(task, public)
+        return self.runtime.perform(sub, self.samples, job, learn_honestly)
 
-    def evaluate(self, task: EvaluateTask) -> Evaluation:
-        """The number of correct predictions on this device's test samples."""
+    def evaluate(self, task: wire.EvaluateTask) -> wire.Evaluation:
+        """The sums of every metric over this device's test samples."""
+        if not len(self.test):
+            raise ConfigError(["data: this device has no samples to test on"])
         sub = self.runtime.net.shrink(1.0)
         _fill(sub, task.weights)
-        if len(self.samples[1]):
-            recalibrate(sub.module, calibration_batches(self.samples[0]))
-        correct = count_correct(sub.module, self.test, self.runtime.training)
-        return Evaluation(correct, len(self.test[1]))
+        recalibrate(sub.module, calibration_batches(self.samples.inputs))
+        chunks = self.runtime.measure(sub.module, self.test)
+        sums = tuple(torch.cat(parts).sum(0) for parts in zip(*chunks, strict=True))
+        return wire.Evaluation(len(self.test), sums)
 
-    def _sub_model(self, task: Task, public: State) -> SubModel:
+    def _sub_model(self, task: wire.TrainTask, public: State) -> SubModel:
         """The sub-model of a task, with the weights that came with it, or the public ones."""
         net = self.runtime.net
         sub = net.shrink(task.alpha)
@@ -206,38 +198,33 @@ class Device:
         if self.told.downlink:
             _fill(sub, net.take(public, sub.plan))
         else:
-            like = tensors_of(net.module)
-            _fill(sub, unpack_weights(net, like, sub.plan, task.weights))
+            _fill(sub, wire.unpack_weights(net, sub.plan, task.weights))
         return sub
 
     def _simulated(self, number: int) -> tuple[float, Devices]:
         """As the experiment's fleet draws this device in a round."""
-        fleet = draw_fleet(
-            self.told.fleet,
-            seed=self.told.seed,
-            round_index=number,
-            samples=np.array(self.counts),
-            profiles=self._profiles(),
-        )
-        here = slice(self.setup.device, self.setup.device + 1)
-        return float(fleet.distance_m[self.setup.device]), fleet.devices.take(here)
-
-    def _profiles(self) -> dict[str, Profile]:
-        """What the experiment's fleet is made of."""
-        named = [name for name in self.told.fleet.profiles if name.endswith(".toml")]
+        spec, device = self.told.fleet, self.setup.device
+        named = [name for name in spec.profiles if name.endswith(".toml")]
         if named and not self.setup.server_files:
             raise ConfigError(
                 [f"fleet.profiles: the server names files, {', '.join(named)}; say what this "
                  "device is with --profile"]
             )  # fmt: skip
-        return profiles_of(self.told.fleet)
+        fleet = draw_fleet(
+            spec,
+            seed=self.told.seed,
+            round_index=number,
+            samples=np.array(self.counts),
+            profiles=profiles_of(spec),
+        )
+        return float(fleet.distance_m[device]), fleet.devices.take(slice(device, device + 1))
 
     def _own(self) -> tuple[float, Devices]:
         """As its owner describes it; the distance does not matter where the rate is known."""
         setup, kind = self.setup, load_profile(self.setup.profile)
         resources = make_devices(
             **hardware_of(kind),
-            samples=len(self.samples[1]),
+            samples=len(self.samples),
             rate_bps=setup.rate_bps or kind.rate_bps or 0.0,
             latency_s=setup.latency_s or self.told.fleet.latency_s,
             energy_j=setup.energy_j,
@@ -256,76 +243,92 @@ def _fill(sub: SubModel, state: State) -> None:
             own[name].copy_(tensor)
 
 
-def open_device(table: UserConfig, told: ExperimentInfo) -> Device:
-    """This device in the experiment that the server describes."""
-    setup = read_setup(table)
-    if not 0 <= setup.device < told.fleet.devices:
-        raise ConfigError(
-            [f"device: given {setup.device}, must be 0 to {told.fleet.devices - 1} in this fleet"]
-        )
-    return _open(setup, told)
-
-
 @lru_cache(maxsize=1)  # a process is one device, but for simulated fleets
-def _open(setup: Setup, told: ExperimentInfo) -> Device:
-    """This device with its own samples."""
-    dataset, runtime = _ground(told, setup.data, server_files=setup.server_files)
-    if setup.all_data:
-        parts = [np.arange(len(dataset.train_labels))] * told.fleet.devices
-    else:
-        parts = split(told.data, told.fleet.devices, told.seed, dataset)
+def open_device(setup: Setup, told: wire.ExperimentInfo) -> Device:
+    """This device, with its own samples, in the experiment that the server describes."""
+    if not 0 <= setup.device < told.fleet.devices:
+        last = told.fleet.devices - 1
+        raise ConfigError([f"device: given {setup.device}, must be 0 to {last} in this fleet"])
+    raw, dataset, runtime = _ground(told, setup.data, server_files=setup.server_files)
+    is_common = not setup.data or setup.data in tasks.names()  # and not this device's alone
+    parts: Partition = [np.arange(len(dataset.train))] * told.fleet.devices
+    if is_common or setup.split:
+        random = splitting_generator(told.seed)
+        parts = split_samples(told.data, dataset.train, told.fleet.devices, random)
     chosen = torch.from_numpy(parts[setup.device])
-    tested = torch.arange(len(dataset.test_labels))
-    if not setup.data:  # a common test set is split over the fleet, too
+    tested = torch.arange(len(dataset.test))
+    if is_common:  # the test set is split over the fleet, too
         tested = tested[setup.device :: told.fleet.devices]
+    how = runtime.task.preparation
     return Device(
         setup=setup,
         told=told,
         runtime=runtime,
-        samples=(dataset.train_images[chosen], dataset.train_labels[chosen]),
-        test=(dataset.test_images[tested], dataset.test_labels[tested]),
+        samples=dataset.train.take(chosen),
+        test=dataset.test.take(tested),
         counts=tuple(map(len, parts)),
+        sums=how.measure(raw.train.take(chosen)) if how and not told.fitted else {},
     )
 
 
 @lru_cache(maxsize=1)
 def _ground(
-    told: ExperimentInfo, own_data: str, *, server_files: bool
-) -> tuple[data.Dataset, DeviceRuntime]:
-    """What stays the same from message to message: data and traced model."""
-    name, path = (own_data, "") if own_data else (told.data.name, told.data.path)
-    if not own_data and not server_files and (path or name.endswith(".npz")):
-        raise ConfigError(
-            [f"data: the server names a file, {path or name}; name the data of this device with "
-             "--data"]
-        )  # fmt: skip
-    dataset = data.load(name, path, told.scale)
+    told: wire.ExperimentInfo, own_data: str, *, server_files: bool
+) -> tuple[Dataset, Dataset, DeviceRuntime]:
+    """What stays the same from message to message: data as it is and prepared, traced model."""
+    task, raw = _task_and_data(told, own_data, server_files=server_files)
+    dataset = prepare_dataset(task.preparation, raw, told.prepared_by() or None)
     module = initial_module(told.model, told.seed)
-    net = trace_model(told.model, told.widths, module, dataset)
+    net = trace_model(told.model, told.widths, module, dataset.train)
+    check_fit(task, net, dataset.train)
     method = replace(methods.load(told.method), feedback=told.feedback)
-    return dataset, DeviceRuntime(method, net, resolve_training(told.training), told.epochs)
+    training = resolve_training(told.training)
+    return raw, dataset, DeviceRuntime(task, method, net, training, told.epochs)
+
+
+def _task_and_data(
+    told: wire.ExperimentInfo, own_data: str, *, server_files: bool
+) -> tuple[Task, Dataset]:
+    """What is learnt, by its name, and from what: as this device's owner says, or the server."""
+    name, path = told.data.name, told.data.path
+    if not own_data and not server_files and (path or name.endswith(".npz")):
+        problem = f"data: the server names a file, {path or name}; name the device's with --data"
+        raise ConfigError([problem])
+    if not own_data:
+        task = tasks.load(name)
+        return task, task.dataset(path)
+    if name.endswith(".npz"):  # the server's arrays say no more than what kind of task it is
+        raw = read_own(own_data)
+        return tasks.task_of(raw, own_data), _with_tests(raw, told)
+    task = tasks.load(name)
+    if own_data in tasks.names():
+        return task, tasks.load(own_data).dataset()
+    return task, _with_tests(read_own(own_data, task.classes, task.transform), told)
+
+
+def _with_tests(raw: Dataset, told: wire.ExperimentInfo) -> Dataset:
+    """Data that a device can be tested on, if devices evaluate."""
+    is_needed = told.data.evaluate == "devices" and not len(raw.test)
+    return tasks.hold_out_tenth(raw) if is_needed else raw
 
 
 # --- what it remembers ----------------------------------------------------------------------------
 
 
-def recall(state: RecordDict, info: RoundInfo) -> State | None:
+def recall(state: RecordDict, info: wire.RoundInfo) -> State | None:
     """The residual when this round began, if it is the next round or a repeat of the last."""
     about = state.config_records.get("remembered")
     if about is None or about["experiment"] != info.experiment.fingerprint:
         return None
-    last = about["round"]
-    key = "after" if isinstance(last, int) and last < info.round else "before"
-    if key == "before" and last != info.round:
+    ahead = info.round - cast(int, about["round"])
+    if ahead < 0:
         return None
-    return read_state(state, key) or None
+    return read_state(state, "after" if ahead else "before") or None
 
 
-def remember(state: RecordDict, info: RoundInfo, memory: State | None) -> None:
+def remember(state: RecordDict, info: wire.RoundInfo, memory: State | None) -> None:
     """Keep the residual as it is now, and as it was when the round began."""
-    before = recall(state, info)
-    write_state(state, "before", before)
+    write_state(state, "before", recall(state, info))
     write_state(state, "after", memory)
-    state["remembered"] = ConfigRecord(
-        {"experiment": info.experiment.fingerprint, "round": info.round}
-    )
+    fingerprint, number = info.experiment.fingerprint, info.round
+    state["remembered"] = ConfigRecord({"experiment": fingerprint, "round": number})

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import ipaddress
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
@@ -22,12 +22,14 @@ from cryptography import x509
 from cryptography.exceptions import InvalidSignature
 from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
+from cryptography.hazmat.primitives.serialization import Encoding, PrivateFormat, PublicFormat
 from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
 from anycostfl.errors import ConfigError
 from anycostfl.files import atomic_write
 
 AUTHORITY_DAYS, SERVER_DAYS, RENEW_DAYS = 3650, 825, 30
+AUTHORITY = "anycostfl authority"
 CURVES_ONLY = "must be an elliptic-curve key, as `anycostfl keys` makes"
 ALWAYS = ("localhost", "127.0.0.1", "::1")  # the server's own processes come this way
 
@@ -63,35 +65,39 @@ def make_keys(folder: Path, hosts: Sequence[str], devices: Sequence[str]) -> lis
         for name in devices
         if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]*", name) or name.endswith(".pub")
     ]
+    names = {host: _name(host) for host in hosts}
     problems += [
         f"--host: given {host!r}, allowed a name such as board.lan or an address such as "
         "192.168.1.10, without a port"
-        for host in hosts
-        if not _is_host(host)
+        for host, name in names.items()
+        if name is None
     ]
     if problems:
         raise ConfigError(problems)
-    hosts = [str(_name(host).value) for host in hosts]
     keys = KeyFolder(folder)
-    (folder / "devices").mkdir(parents=True, exist_ok=True)
-    made: list[Path] = []
-    if not _is_there(keys.authority):
-        made += _make_authority(keys)
-    if not _is_good(keys, hosts):
-        made += _make_certificate(keys, hosts)
+    paths = [keys.authority, keys.authority_key, keys.certificate, keys.certificate_key]
     for name in devices:
-        made += _make_device(keys.device(name))
-    return made
+        paths += [keys.device(name), keys.device(f"{name}.pub")]
+    before = {path: _content(path) for path in paths}
+    (folder / "devices").mkdir(parents=True, exist_ok=True)
+    if not before[keys.authority]:
+        _make_authority(keys)
+    wanted = [str(name.value) for name in names.values() if name]
+    if not _is_good(keys, wanted):
+        _make_certificate(keys, wanted)
+    for name in devices:
+        _make_device(keys.device(name))
+    return [path for path, content in before.items() if _content(path) != content]
 
 
-def _is_there(path: Path) -> bool:
-    """Whether a file holds something; an empty one was left behind by a full disk."""
-    return path.is_file() and path.stat().st_size > 0
+def _content(path: Path) -> bytes:
+    """What a file holds; nothing if there is none, or an empty one that a full disk left."""
+    return path.read_bytes() if path.is_file() else b""
 
 
 def _is_good(keys: KeyFolder, hosts: Sequence[str]) -> bool:
     """Whether the server has a certificate of this authority's, for these hosts, and its key."""
-    if not (_is_there(keys.certificate) and _is_there(keys.certificate_key)):
+    if not (_content(keys.certificate) and _content(keys.certificate_key)):
         return False
     loaded, authority = _certificate(keys.certificate), _certificate(keys.authority)
     try:
@@ -119,9 +125,7 @@ def _certificate(path: Path) -> x509.Certificate:
 
 def public_pem(key: ec.EllipticCurvePublicKey) -> bytes:
     """A public key in the form by which Flower registers nodes."""
-    return key.public_bytes(
-        serialization.Encoding.PEM, serialization.PublicFormat.SubjectPublicKeyInfo
-    )
+    return key.public_bytes(Encoding.PEM, PublicFormat.SubjectPublicKeyInfo)
 
 
 def public_key(path: Path) -> bytes:
@@ -135,140 +139,107 @@ def public_key(path: Path) -> bytes:
     return public_pem(key)
 
 
-def private_key(path: Path) -> ec.EllipticCurvePrivateKey:
-    """A device's private key."""
+def private_key(
+    path: Path, load: Callable[..., object] = serialization.load_ssh_private_key
+) -> ec.EllipticCurvePrivateKey:
+    """A private key, in the form of a device's unless it is loaded otherwise."""
     try:
-        key = serialization.load_ssh_private_key(path.read_bytes(), password=None)
-    except (OSError, ValueError) as error:
-        raise ConfigError([f"--key: cannot read {path} ({error})"]) from error
+        key = load(path.read_bytes(), password=None)
+    except (OSError, TypeError, ValueError) as error:  # TypeError: it has a password
+        raise ConfigError([f"{path}: not a key that `anycostfl keys` made ({error})"]) from error
     if not isinstance(key, ec.EllipticCurvePrivateKey):
         raise ConfigError([f"{path}: {CURVES_ONLY}"])
     return key
 
 
-def _make_authority(keys: KeyFolder) -> list[Path]:
-    is_new = not _is_there(keys.authority_key)
-    key = ec.generate_private_key(ec.SECP384R1()) if is_new else _own_key(keys.authority_key)
-    usage = _usage(sign_certificates=True)
-    builder = (
-        _builder("anycostfl authority", "anycostfl authority", key.public_key(), AUTHORITY_DAYS)
-        .add_extension(x509.BasicConstraints(ca=True, path_length=0), critical=True)
-        .add_extension(usage, critical=True)
-    )
-    if is_new:
-        atomic_write(keys.authority_key, _pem(key), secret=True)
-    atomic_write(keys.authority, _signed(builder, key))
-    return [keys.authority, keys.authority_key] if is_new else [keys.authority]
+def _own_key(path: Path) -> ec.EllipticCurvePrivateKey:
+    """A key of the authority or the server, which is made if there is none."""
+    if _content(path):
+        return private_key(path, serialization.load_pem_private_key)
+    return _new_key(path, PrivateFormat.PKCS8)
 
 
-def _make_certificate(keys: KeyFolder, hosts: Sequence[str]) -> list[Path]:
-    if not _is_there(keys.authority_key):
+def _new_key(path: Path, form: PrivateFormat) -> ec.EllipticCurvePrivateKey:
+    key = ec.generate_private_key(ec.SECP384R1())
+    content = key.private_bytes(Encoding.PEM, form, serialization.NoEncryption())
+    atomic_write(path, content, secret=True)
+    return key
+
+
+def _make_device(path: Path) -> None:
+    """Make what is missing of a device's two files."""
+    twin, is_new = path.with_name(f"{path.name}.pub"), not _content(path)
+    if is_new or not _content(twin):
+        key = _new_key(path, PrivateFormat.OpenSSH) if is_new else private_key(path)
+        public = key.public_key().public_bytes(Encoding.OpenSSH, PublicFormat.OpenSSH)
+        atomic_write(twin, public + f" {path.name}\n".encode())
+
+
+def _make_authority(keys: KeyFolder) -> None:
+    key = _own_key(keys.authority_key)
+    builder = _builder(AUTHORITY, key.public_key(), AUTHORITY_DAYS, is_authority=True)
+    _write(keys.authority, builder, key)
+
+
+def _make_certificate(keys: KeyFolder, hosts: Sequence[str]) -> None:
+    if not _content(keys.authority_key):
         raise ConfigError(
             [f"--host: {keys.certificate} is not good for {', '.join(hosts) or keys.authority}, "
              f"and without {keys.authority_key} no other can be made"]
         )  # fmt: skip
-    authority = _own_key(keys.authority_key)
-    is_new = not _is_there(keys.certificate_key)
-    key = ec.generate_private_key(ec.SECP384R1()) if is_new else _own_key(keys.certificate_key)
-    before = names_of(keys.certificate) if _is_there(keys.certificate) else []
-    names = dict.fromkeys((*(name for name in before if name not in ALWAYS), *hosts, *ALWAYS))
+    authority, key = _own_key(keys.authority_key), _own_key(keys.certificate_key)
+    before = names_of(keys.certificate) if _content(keys.certificate) else []
+    good_for = [*(name for name in before if name not in ALWAYS), *hosts, *ALWAYS]
+    names = [name for host in dict.fromkeys(good_for) if (name := _name(host))]
     issuer = x509.AuthorityKeyIdentifier.from_issuer_public_key(authority.public_key())
     builder = (
-        _builder("anycostfl server", "anycostfl authority", key.public_key(), SERVER_DAYS)
-        .add_extension(x509.SubjectAlternativeName(list(map(_name, names))), critical=False)
-        .add_extension(x509.BasicConstraints(ca=False, path_length=None), critical=True)
-        .add_extension(_usage(sign_certificates=False), critical=True)
+        _builder("anycostfl server", key.public_key(), SERVER_DAYS, is_authority=False)
+        .add_extension(x509.SubjectAlternativeName(names), critical=False)
         .add_extension(x509.ExtendedKeyUsage([ExtendedKeyUsageOID.SERVER_AUTH]), critical=False)
         .add_extension(issuer, critical=False)
     )
-    if is_new:
-        atomic_write(keys.certificate_key, _pem(key), secret=True)
-    atomic_write(keys.certificate, _signed(builder, authority))
-    return [keys.certificate, keys.certificate_key] if is_new else [keys.certificate]
-
-
-def _own_key(path: Path) -> ec.EllipticCurvePrivateKey:
-    try:
-        key = serialization.load_pem_private_key(path.read_bytes(), None)
-    except (TypeError, ValueError):  # with a password, or no key at all
-        key = None
-    if not isinstance(key, ec.EllipticCurvePrivateKey):
-        raise ConfigError([f"{path}: not a key that `anycostfl keys` made"])
-    return key
-
-
-def _make_device(path: Path) -> list[Path]:
-    """What is missing of a device's two files."""
-    twin = path.with_name(f"{path.name}.pub")
-    is_new = not _is_there(path)
-    if not is_new and _is_there(twin):
-        return []
-    key = ec.generate_private_key(ec.SECP384R1()) if is_new else private_key(path)
-    private = key.private_bytes(
-        serialization.Encoding.PEM,
-        serialization.PrivateFormat.OpenSSH,
-        serialization.NoEncryption(),
-    )
-    public = key.public_key().public_bytes(
-        serialization.Encoding.OpenSSH, serialization.PublicFormat.OpenSSH
-    )
-    if is_new:
-        atomic_write(path, private, secret=True)
-    atomic_write(twin, public + f" {path.name}\n".encode())
-    return [path, twin] if is_new else [twin]
+    _write(keys.certificate, builder, authority)
 
 
 def _builder(
-    subject: str, issuer: str, key: ec.EllipticCurvePublicKey, days: int
+    subject: str, key: ec.EllipticCurvePublicKey, days: int, *, is_authority: bool
 ) -> x509.CertificateBuilder:
+    """What all certificates say; the authority, and nobody else, may sign others."""
     start = datetime.now(UTC) - timedelta(hours=1)  # boards without a clock battery run late
-    return (
-        x509.CertificateBuilder()
-        .subject_name(x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, subject)]))
-        .issuer_name(x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, issuer)]))
-        .public_key(key)
-        .serial_number(x509.random_serial_number())
-        .not_valid_before(start)
-        .not_valid_after(start + timedelta(days=days))
-        .add_extension(x509.SubjectKeyIdentifier.from_public_key(key), critical=False)
-    )
-
-
-def _signed(builder: x509.CertificateBuilder, key: ec.EllipticCurvePrivateKey) -> bytes:
-    return builder.sign(key, hashes.SHA384()).public_bytes(serialization.Encoding.PEM)
-
-
-def _usage(*, sign_certificates: bool) -> x509.KeyUsage:
-    return x509.KeyUsage(
+    usage = x509.KeyUsage(
         digital_signature=True,
         content_commitment=False,
         key_encipherment=False,
         data_encipherment=False,
         key_agreement=False,
-        key_cert_sign=sign_certificates,
-        crl_sign=sign_certificates,
+        key_cert_sign=is_authority,
+        crl_sign=is_authority,
         encipher_only=False,
         decipher_only=False,
     )
+    path_length = 0 if is_authority else None
+    return (
+        x509.CertificateBuilder()
+        .subject_name(x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, subject)]))
+        .issuer_name(x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, AUTHORITY)]))
+        .public_key(key)
+        .serial_number(x509.random_serial_number())
+        .not_valid_before(start)
+        .not_valid_after(start + timedelta(days=days))
+        .add_extension(x509.SubjectKeyIdentifier.from_public_key(key), critical=False)
+        .add_extension(x509.BasicConstraints(is_authority, path_length), critical=True)
+        .add_extension(usage, critical=True)
+    )
 
 
-def _is_host(host: str) -> bool:
-    """Whether this is an address, or a name whose last part is not a number."""
-    with suppress(ValueError):
-        return bool(ipaddress.ip_address(host))
-    label = r"[A-Za-z0-9]([A-Za-z0-9-]{0,61}[A-Za-z0-9])?"
-    return bool(re.fullmatch(rf"({label}\.)*(?![0-9]+$){label}", host))
+def _write(path: Path, builder: x509.CertificateBuilder, key: ec.EllipticCurvePrivateKey) -> None:
+    atomic_write(path, builder.sign(key, hashes.SHA384()).public_bytes(Encoding.PEM))
 
 
-def _name(host: str) -> x509.GeneralName:
+def _name(host: str) -> x509.GeneralName | None:
+    """An address, or a name whose last part is not a number; None if this is neither."""
     with suppress(ValueError):
         return x509.IPAddress(ipaddress.ip_address(host))
-    return x509.DNSName(host)
-
-
-def _pem(key: ec.EllipticCurvePrivateKey) -> bytes:
-    return key.private_bytes(
-        serialization.Encoding.PEM,
-        serialization.PrivateFormat.PKCS8,
-        serialization.NoEncryption(),
-    )
+    label = r"[A-Za-z0-9]([A-Za-z0-9-]{0,61}[A-Za-z0-9])?"
+    fits = re.fullmatch(rf"({label}\.)*(?![0-9]+$){label}", host)
+    return x509.DNSName(host) if fits else None

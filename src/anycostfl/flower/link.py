@@ -5,14 +5,13 @@
 
 The server app writes the run directory; this process reads it. If the app or the SuperLink dies or
 hangs, it is started again and the run resumes at the last finished round. However this process
-ends, the others end with it.
-
-A run directory may come from a stranger, so Flower's home, from which it loads apps, is a new
-folder elsewhere at every start.
+ends, the others end with it. A run directory may come from a stranger, so Flower's home, from which
+it loads apps, is a new folder elsewhere at every start.
 """
 
 from __future__ import annotations
 
+import json
 import logging
 import os
 import shutil
@@ -26,20 +25,23 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from importlib import resources
 from pathlib import Path
+from typing import Any
 
 import httpx
+import tomli_w
+from flwr.app import UserConfig
 
 from anycostfl.errors import AnycostError, ConfigError
-from anycostfl.files import StorageError, open_nofollow, try_lock
-from anycostfl.flower._internal import KeyRefusedError
-from anycostfl.flower.control import open_control
+from anycostfl.files import StorageError, atomic_write, open_nofollow, try_lock
+from anycostfl.flower._internal import ControlClient, available
 from anycostfl.flower.fleet import RoundPolicy
 from anycostfl.flower.keys import KeyFolder
 from anycostfl.flower.numbers import note_nodes
 from anycostfl.flower.server import FAILURE, LOCK, LOG, lock_owner, run_config
 from anycostfl.flower.superlink import check_host
-from anycostfl.processes import follow_output, safe_environment
+from anycostfl.processes import follow_output, program, safe_environment
 from anycostfl.records.round import RoundRecord
 from anycostfl.records.run import JOURNAL, read_journal
 
@@ -48,6 +50,7 @@ STOP_S = 10.0  # for them to go down
 TRIES = 3  # starts without a finished round in between
 POLL_S = 0.2  # between two looks at the run directory
 HEALTH_S, ANSWER_S = 5.0, 10.0  # between two health checks; for the SuperLink to answer one
+CONNECTION, CALL_S = "anycostfl", 120.0  # the SuperLink in Flower's configuration; a call of `flwr`
 MISSED = 3  # health checks in a row; then it counts as hung
 
 logger = logging.getLogger(__name__)
@@ -68,15 +71,16 @@ class ServerOptions:
     policy: RoundPolicy
 
     @property
-    def reached(self) -> str:
-        """The address by which this machine reaches its own server."""
-        return {"0.0.0.0": "127.0.0.1", "": "127.0.0.1", "::": "::1"}.get(self.host, self.host)  # noqa: S104
+    def address(self) -> str:
+        """Where this machine reaches its own server."""
+        everywhere = {"0.0.0.0": "127.0.0.1", "": "127.0.0.1", "::": "::1"}  # noqa: S104
+        host = everywhere.get(self.host, self.host)
+        return f"[{host}]:{self.port}" if ":" in host else f"{host}:{self.port}"
 
     @property
-    def address(self) -> str:
-        """The same with the port."""
-        host = f"[{self.reached}]" if ":" in self.reached else self.reached
-        return f"{host}:{self.port}"
+    def authority(self) -> Path | None:
+        """The certificate to recognise the server by; none without keys."""
+        return self.keys.authority if self.keys else None
 
     @property
     def log(self) -> Path:
@@ -85,17 +89,14 @@ class ServerOptions:
 
     def superlink_arguments(self) -> list[str]:
         """The command line of Flower's SuperLink."""
+        keys = self.keys
         where = ["--host", self.host, "--port", str(self.port)]
         where += ["--disable-runtime-dependency-installation"]
-        if self.keys is None:
+        if keys is None:
             return [*where, "--insecure"]
-        files = {
-            "--ssl-ca-certfile": self.keys.authority,
-            "--ssl-certfile": self.keys.certificate,
-            "--ssl-keyfile": self.keys.certificate_key,
-        }
-        tls = [part for name, path in files.items() for part in (name, str(path.resolve()))]
-        return [*where, "--enable-supernode-auth", *tls]
+        where += ["--enable-supernode-auth", "--ssl-ca-certfile", str(keys.authority.resolve())]
+        where += ["--ssl-certfile", str(keys.certificate.resolve())]
+        return [*where, "--ssl-keyfile", str(keys.certificate_key.resolve())]
 
 
 @contextmanager
@@ -123,21 +124,18 @@ class SuperLinkProcess:
         self._failures = 0  # since the last finished round
         self._registered: dict[str, int] = {}
         self._files: dict[str, bytes] = {}  # the public keys as they were last looked at
-        trust = options.keys.authority if options.keys else None
-        self._tls = ssl.create_default_context(cafile=trust) if trust else None
+        trust = options.authority
+        self._tls = ssl.create_default_context(cafile=trust) if trust else False
         self._process: subprocess.Popen[bytes] | None = None
 
     # --- the process ---
 
     def start(self) -> None:
         """Start it, wait until it answers, and register the keys."""
-        keys = self.options.keys
         reading, writing = os.pipe()
         self._output = follow_output(os.fdopen(reading, "rb"), self.options.log)
         self._home = Path(tempfile.mkdtemp(prefix="anycostfl-"))  # readable by this user only
-        self._control = open_control(
-            self.options.address, keys.authority if keys else None, self._home
-        )
+        self._control = open_control(self.options.address, self.options.authority, self._home)
         module = [sys.executable, "-P", "-m", "anycostfl.flower.superlink"]
         with os.fdopen(writing, "wb") as output:
             self._process = subprocess.Popen(  # noqa: S603 - our own interpreter and module
@@ -151,7 +149,7 @@ class SuperLinkProcess:
         self._checked, self._missed = time.monotonic(), 0
         self._wait_until_up(self._process)
         self._registered, self._files = {}, {}
-        note_nodes(self.options.folder, None if keys is None else {})
+        note_nodes(self.options.folder, {} if self.options.keys else None)
         self.register()
 
     def stop(self) -> None:
@@ -159,15 +157,17 @@ class SuperLinkProcess:
         if self._process is None:
             return
         self._control.close()
-        is_hung = self._missed >= MISSED
-        for how in [signal.SIGKILL] if is_hung else [signal.SIGINT, signal.SIGTERM, signal.SIGKILL]:
+        politely = [signal.SIGINT, signal.SIGTERM] if self._missed < MISSED else []
+        for how in (*politely, signal.SIGKILL):
             if self._process.poll() is None:
                 with suppress(ProcessLookupError):
                     os.killpg(self._process.pid, how)
                 with suppress(subprocess.TimeoutExpired):
                     self._process.wait(STOP_S)
         self._output.join(STOP_S)  # until superexec and the server app have ended, too
-        _await_release(self.options.folder)
+        lock, until = self.options.folder / LOCK, time.monotonic() + STOP_S
+        while lock.exists() and _last_owner(lock) is None and time.monotonic() < until:
+            time.sleep(POLL_S)
         shutil.rmtree(self._home, ignore_errors=True)
 
     def is_healthy(self) -> bool:
@@ -175,33 +175,27 @@ class SuperLinkProcess:
         if self._process is None or self._process.poll() is not None:
             return False
         if time.monotonic() - self._checked >= HEALTH_S:
-            self._missed = 0 if self._answers(ANSWER_S) else self._missed + 1
+            self._missed = 0 if self._answers() else self._missed + 1
             self._checked = time.monotonic()
         return self._missed < MISSED
 
-    def _answers(self, wait_s: float) -> bool:
+    def _answers(self) -> bool:
         """Whether it answers a request, with whatever status."""
-        scheme = "https" if self._tls else "http"
+        url = f"{'https' if self._tls else 'http'}://{self.options.address}/health"
         try:
-            httpx.get(
-                f"{scheme}://{self.options.address}/health",
-                verify=self._tls or False,
-                timeout=wait_s,
-                trust_env=False,
-            )
+            httpx.get(url, verify=self._tls, timeout=ANSWER_S, trust_env=False)
         except httpx.TransportError:
             return False
         return True
 
     def _wait_until_up(self, process: subprocess.Popen[bytes]) -> None:
         until = time.monotonic() + START_S
-        while time.monotonic() < until:
-            if process.poll() is not None:
-                raise ServerDiedError(f"Flower's SuperLink ended at once; see {self.options.log}")
-            if self._answers(ANSWER_S):
+        while process.poll() is None and time.monotonic() < until:
+            if self._answers():
                 return
             time.sleep(POLL_S)
-        raise ServerDiedError(f"Flower's SuperLink did not come up; see {self.options.log}")
+        how = "did not come up" if process.poll() is None else "ended at once"
+        raise ServerDiedError(f"Flower's SuperLink {how}; see {self.options.log}")
 
     # --- the devices ---
 
@@ -214,22 +208,21 @@ class SuperLinkProcess:
         if self.options.keys is None:
             return
         paths = self.options.keys.registered()
-        found = {name: _content(path) for name, path in paths.items()}
-        files = {name: content for name, content in found.items() if content is not None}
-        if files == self._files:
+        files = {}
+        for name, path in paths.items():
+            with suppress(OSError):  # it was just removed
+                files[name] = path.read_bytes()
+        changed = {name for name, _ in files.items() ^ self._files.items()}
+        if not changed:
             return
-        names = files.keys() | self._files.keys()
-        changed = {name for name in names if files.get(name) != self._files.get(name)}
         for name in changed & self._registered.keys():
             self._control.unregister(self._registered[name])
             del self._registered[name]  # only now: while it fails, it is tried again
         for name in sorted(changed & files.keys()):
             try:
                 self._registered[name] = self._control.register(name, paths[name])
-            except (ConfigError, OSError) as error:  # half a key, or gone again
+            except (ConfigError, OSError) as error:  # half a key, gone again, or refused
                 logger.warning("%s", error)
-            except KeyRefusedError as error:
-                logger.warning("%s is refused: %s", paths[name], error)
         self._files = files
         note_nodes(self.options.folder, self._registered)
 
@@ -243,13 +236,14 @@ class SuperLinkProcess:
         seen, size = len(records), -1
         run_id, began = self._start_run()
         while True:
-            alive = _is_at_work(folder, run_id, began)  # before the journal: no round is missed
+            owner = _last_owner(folder / LOCK)  # before the journal: no round is missed
+            starts = owner != lock_owner(run_id) and time.monotonic() - began < START_S
             if (now := (folder / JOURNAL).stat().st_size) != size:
                 size, (records, _) = now, read_journal(folder)
             yield from records[seen:]
             if len(records) > seen:
                 seen, self._failures = len(records), 0
-            if alive and self._look_after():
+            if (owner is None or starts) and self._look_after():
                 time.sleep(POLL_S)
             elif len(records) >= rounds:
                 return
@@ -292,12 +286,65 @@ class SuperLinkProcess:
             )
 
 
-def _content(path: Path) -> bytes | None:
-    """A file as it is now; nothing if it was just removed."""
-    try:
-        return path.read_bytes()
-    except OSError:
-        return None
+def open_control(address: str, trust: Path | None, home: Path) -> ControlClient | FlwrProgram:
+    """The Control interface of the SuperLink at an address; `home` is Flower's folder."""
+    if available("control", "the `flwr` program registers devices and starts the run, slowly"):
+        return ControlClient(address, trust.read_bytes() if trust else None)
+    return FlwrProgram(address, trust, home)
+
+
+class FlwrProgram:
+    """What `ControlClient` does, by Flower's documented program: seconds a call."""
+
+    def __init__(self, address: str, trust: Path | None, home: Path) -> None:
+        self._home = home
+        how = {"root-certificates": str(trust.resolve())} if trust else {"insecure": True}
+        table = {"superlink": {CONNECTION: {"address": address, **how}}}
+        atomic_write(home / "config.toml", tomli_w.dumps(table).encode())
+
+    def register(self, name: str, path: Path) -> int:
+        """Let in the device with this public key; its node id."""
+        try:
+            told = self._call("supernode", "register", str(path), CONNECTION, "--name", name)
+        except AnycostError as error:
+            raise ConfigError([f"{path} is refused: {error}"]) from error
+        return int(told["node-id"])
+
+    def unregister(self, node_id: int) -> None:
+        """Put a device out."""
+        self._call("supernode", "unregister", str(node_id), CONNECTION)
+
+    def start_run(self, config: UserConfig) -> int:
+        """Start the server app; Flower's number of the run."""
+        table = self._home / "run.toml"
+        atomic_write(table, tomli_w.dumps(config).encode())
+        with resources.as_file(resources.files("anycostfl.flower").joinpath("app")) as app:
+            told = self._call("run", str(app), CONNECTION, "--run-config", str(table))
+        return int(told["run-id"])
+
+    def close(self) -> None:
+        """There is no connection."""
+
+    def _call(self, *arguments: str) -> dict[str, Any]:
+        what = f"`flwr {' '.join(arguments[:2])}`"
+        try:
+            done = subprocess.run(  # noqa: S603 - Flower's program
+                [program("flwr"), *arguments, "--format", "json"],
+                env=safe_environment(self._home),
+                stdin=subprocess.DEVNULL,
+                capture_output=True,
+                timeout=CALL_S,
+                check=False,
+            )
+            told = dict(json.loads(done.stdout))
+        except subprocess.TimeoutExpired as error:
+            raise AnycostError(f"{what} did not end within {CALL_S:g} s") from error
+        except ValueError:
+            told = {}
+        if done.returncode or not told.get("success"):
+            why = told.get("error-message") or done.stderr.decode(errors="replace")[-500:]
+            raise AnycostError(f"{what} failed: {why}")
+        return told
 
 
 def check_port(host: str, port: int) -> None:
@@ -309,27 +356,14 @@ def check_port(host: str, port: int) -> None:
         try:
             probe.bind((host, port))
         except OSError as error:
-            raise ConfigError(
-                [f"--host {host} --port {port}: cannot be used ({error.strerror})"]
-            ) from error
+            problem = f"--host {host} --port {port}: cannot be used ({error.strerror})"
+            raise ConfigError([problem]) from error
 
 
-def _is_at_work(folder: Path, run_id: int, began: float) -> bool:
-    """Whether the server app of this run holds the run directory, or is still coming up."""
-    with open(folder / LOCK, "a+", opener=open_nofollow) as file:
+def _last_owner(lock: Path) -> str | None:
+    """What had the lock of a run directory last; nothing while somebody holds it."""
+    with open(lock, "a+", opener=open_nofollow) as file:
         if not try_lock(file):
-            return True
+            return None
         file.seek(0)
-        came_up = file.read() == lock_owner(run_id)
-        return not came_up and time.monotonic() - began < START_S
-
-
-def _await_release(folder: Path) -> None:
-    """Wait until the server app has released the run directory."""
-    until = time.monotonic() + STOP_S
-    path = folder / LOCK
-    while path.exists() and time.monotonic() < until:
-        with open(path, "a+", opener=open_nofollow) as file:
-            if try_lock(file):
-                return
-        time.sleep(POLL_S)
+        return file.read()

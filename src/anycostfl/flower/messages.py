@@ -1,29 +1,48 @@
-"""Envelopes as the records that Flower carries, and back."""
+"""Envelopes as the records that Flower carries, and back; messages out, replies in."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import threading
+import time
+from collections.abc import Sequence
+from queue import Empty, SimpleQueue
 
+import httpx
 from flwr.app import Array, ArrayRecord, ConfigRecord, Message, RecordDict
+from flwr.serverapp import Grid
 
-from anycostfl.flower._internal import message_bytes
 from anycostfl.state import State
-from anycostfl.wire.envelope import Blob, Envelope, blobs_of
+from anycostfl.wire.envelope import Blob, Envelope, MessageError, blobs_of
 
-__all__ = ["message_bytes", "read_state", "to_envelope", "to_message", "to_records", "write_state"]
+POLL_S = 0.1  # between two looks for a reply
+FEW = 16  # messages; of more, each is looked for less often, so that all cost the same
 
 
 def to_records(envelope: Envelope) -> RecordDict:
     """What Flower carries."""
     tables = {name: ConfigRecord(dict(table)) for name, table in envelope.tables.items()}
-    arrays = {name: _array_record(blobs) for name, blobs in envelope.arrays.items()}
+    arrays = {
+        name: ArrayRecord(
+            {
+                key: Array(dtype=blob.dtype, shape=blob.shape, stype=blob.kind, data=blob.data)
+                for key, blob in blobs.items()
+            }
+        )
+        for name, blobs in envelope.arrays.items()
+    }
     return RecordDict({**tables, **arrays})
 
 
 def to_envelope(records: RecordDict) -> Envelope:
     """What a message holds."""
     tables = {name: dict(table) for name, table in records.config_records.items()}
-    arrays = {name: _blobs(record) for name, record in records.array_records.items()}
+    arrays = {
+        name: {
+            key: Blob(array.stype, bytes(array.data), array.dtype, tuple(array.shape))
+            for key, array in record.items()
+        }
+        for name, record in records.array_records.items()
+    }
     return Envelope(tables, arrays)
 
 
@@ -32,11 +51,25 @@ def to_message(envelope: Envelope, node: int, kind: str, group: int, ttl: float 
     return Message(to_records(envelope), node, kind, ttl=ttl, group_id=str(group))
 
 
+def read_reply(reply: Message | MessageError) -> Envelope:
+    """What a reply holds; MessageError if it cannot be read or is an error itself."""
+    if isinstance(reply, MessageError):
+        raise reply
+    if reply.has_error():
+        raise MessageError(reason_of(reply))
+    return to_envelope(reply.content)
+
+
+def reason_of(message: Message) -> str:
+    """Why a message is an error."""
+    return message.error.reason or "no reason given"
+
+
 def write_state(records: RecordDict, key: str, state: State | None) -> None:
     """Keep named tensors in a device's context; nothing is kept of an empty state."""
     records.pop(key, None)
     if state:
-        records[key] = _array_record(blobs_of(state))
+        records[key] = to_records(Envelope({}, {key: blobs_of(state)}))[key]
 
 
 def read_state(records: RecordDict, key: str) -> State:
@@ -44,17 +77,47 @@ def read_state(records: RecordDict, key: str) -> State:
     return to_envelope(records).state(key)
 
 
-def _array_record(blobs: Mapping[str, Blob]) -> ArrayRecord:
-    return ArrayRecord(
-        {
-            name: Array(dtype=blob.dtype, shape=blob.shape, stype=blob.kind, data=blob.data)
-            for name, blob in blobs.items()
-        }
-    )
+class ReplyCollector:
+    """Sends messages over Flower's Grid and collects replies, in the order in which they arrive.
 
+    Flower's own `send_and_receive` sleeps three seconds between two looks. Pulling a reply whose
+    sender died while sending it blocks for minutes, and one that cannot be read takes down all that
+    were pulled with it. So a thread waits for the reply to each message.
+    """
 
-def _blobs(record: ArrayRecord) -> dict[str, Blob]:
-    return {
-        name: Blob(array.stype, bytes(array.data), array.dtype, tuple(array.shape))
-        for name, array in record.items()
-    }
+    def __init__(self, grid: Grid) -> None:
+        self._grid = grid
+        self._inbox: SimpleQueue[tuple[str, Message | MessageError]] = SimpleQueue()
+
+    def send(self, message: Message) -> str:
+        """Send one message; its id, empty if it was not accepted."""
+        return next(iter(self._grid.push_messages([message])), "") or ""
+
+    def watch(self, ids: Sequence[str], wait_s: float) -> None:
+        """Wait for the replies to some messages in the background."""
+        until = time.monotonic() + wait_s
+        pause_s = POLL_S * max(len(ids) / FEW, 1.0)
+        for name in ids:
+            about = (name, until, pause_s)
+            threading.Thread(target=self._watch, args=about, daemon=True).start()
+
+    def take(self, wait_s: float) -> tuple[str, Message | MessageError] | None:
+        """The next reply or why it cannot be read, and to which message, if one arrives in time."""
+        try:
+            return self._inbox.get(timeout=max(wait_s, 0.0))
+        except Empty:
+            return None
+
+    def _watch(self, name: str, until: float, pause_s: float) -> None:
+        while time.monotonic() < until:
+            try:
+                replies: Sequence[Message | MessageError] = list(self._grid.pull_messages([name]))
+            except (OSError, httpx.HTTPError):  # the SuperLink is busy or gone: look again
+                replies = []
+            except Exception as error:  # whatever a device can make Flower raise
+                replies = [MessageError(f"{type(error).__name__}: {error}"[:200])]
+            for reply in replies:
+                self._inbox.put((name, reply))
+            if replies:
+                return
+            time.sleep(pause_s)

@@ -1,11 +1,9 @@
 """A device as a node of Flower, in one process: pull a message, answer it, push the reply.
 
 Flower's SuperNode starts a process for every message, which loads torch again, and looks for work
-every three seconds. This one speaks the same protocol through Flower's own client, keeps the app in
-memory, and polls often while there is work. It needs no port, and runs only the code that is
-installed on the device, never code that a server sends.
-
-Where the installed Flower does not fit, `flower-supernode` runs the same app instead.
+every three seconds. This one speaks the same protocol, keeps the app in memory, and polls often
+while there is work. It needs no port, and runs only the code that is installed on the device, never
+code that a server sends. Where the installed Flower does not fit, `flower-supernode` runs instead.
 """
 
 from __future__ import annotations
@@ -18,39 +16,37 @@ import subprocess
 import tempfile
 import threading
 import time
+from base64 import b64encode
 from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass
+from datetime import UTC, datetime, timedelta
+from email.utils import parsedate_to_datetime
+from functools import partial
 from logging import ERROR, INFO, WARNING
 from pathlib import Path
-from typing import TypeVar
+from typing import Any
 
 import httpx
+from cryptography.hazmat.primitives import hashes
 from cryptography.hazmat.primitives.asymmetric import ec
 from flwr.app import Context, Error, Message, RecordDict
 from flwr.clientapp import ClientApp
 
 from anycostfl.errors import AnycostError, ConfigError
-from anycostfl.flower._internal import (
-    ErrorCode,
-    FleetClient,
-    TransferError,
-    available,
-    format_console,
-    log,
-    set_task,
-)
-from anycostfl.flower.clock import Signature, date_reply
+from anycostfl.flower import _internal
+from anycostfl.flower._internal import ErrorCode, FleetClient, TransferError, log
 from anycostfl.flower.device import Setup
 from anycostfl.flower.keys import private_key, public_pem
 from anycostfl.flower.superlink import is_local
 from anycostfl.processes import program, safe_environment
 from anycostfl.wire.messages import DeviceRejectedError
 
-Result = TypeVar("Result")
-
 HEARTBEAT_S = 10.0  # Flower's minimum; after two missed ones a device counts as gone
 REFUSED_S = 45.0  # a device that crashed is refused until it counts as gone
+LEAST_S = 2.0  # a smaller difference between two clocks is not worth signing again
+STALE_S = 1.5  # how old the time in a response may be: uvicorn looks at its clock once a second
+SIGNED = 4  # times at most, one request
 POLL_MIN_S, POLL_MAX_S = 0.1, 1.0  # between two looks for work
 PAUSE_MAX_S = 10.0  # before trying an unreachable server again
 STOP_S, GIVE_UP_S = 10.0, 180.0  # of a SuperNode: to stop, and to keep starting it again
@@ -73,22 +69,18 @@ class UnreachableError(AnycostError):
 
 @dataclass(frozen=True, slots=True)
 class Address:
-    """Where the server is, how to recognise it, and the key to be recognised by.
-
-    Without a certificate to trust, the connection is plaintext and anybody may join. `patience_s`
-    is how long to try a server that cannot be reached; 0 is forever.
-    """
+    """Where the server is, how to recognise it, and the key to be recognised by."""
 
     server: str  # host:port
-    trust: Path | None
+    trust: Path | None  # its certificate; without one, plaintext, and anybody may join
     key: Path | None
-    patience_s: float = 0.0
+    patience_s: float = 0.0  # how long to try a server that cannot be reached; 0 is forever
 
 
 def join(address: Address, app: ClientApp, setup: Setup) -> None:
     """Be a device of the fleet until the process is stopped, or the server refuses it."""
-    format_console()
-    if not available("node", INSTEAD):
+    _internal.format_console()
+    if not _internal.available("node", INSTEAD):
         run_supernode(address, setup)
         return
     key = private_key(address.key) if address.key else ec.generate_private_key(ec.SECP384R1())
@@ -96,16 +88,11 @@ def join(address: Address, app: ClientApp, setup: Setup) -> None:
         run_id=0, node_id=0, node_config=setup.node_config(), state=RecordDict(), run_config={}
     )
     with closing(open_client(address, key)) as client:
-        connection = Connection(address, client)
         while True:
-            context.node_id = connection.enter(public_pem(key.public_key()))
+            context.node_id = enter(address, client, public_pem(key.public_key()))
             log(INFO, "joined %s as node %s", address.server, context.node_id)
-            with _heartbeat(client, context.node_id):
-                try:
-                    connection.answer_messages(app, context)
-                finally:
-                    with suppress(httpx.HTTPError):
-                        client.deactivate(context.node_id)
+            with _online(client, context.node_id):
+                answer_messages(client, app, context)
             log(WARNING, "the server does not know this device any more; joining again")
 
 
@@ -113,101 +100,59 @@ def open_client(address: Address, key: ec.EllipticCurvePrivateKey) -> FleetClien
     """A client that retries while the server is unreachable."""
     trust = address.trust.read_bytes() if address.trust else None
     try:
-        return FleetClient(address.server, trust, Signature(key), Patience(address))
+        return FleetClient(address.server, trust, Signature(key), partial(patiently, address))
     except ssl.SSLError as error:
-        raise ConfigError(
-            [f"--trust: given {address.trust}, which holds no certificate; must be the ca.crt of "
-             "`anycostfl keys`"]
-        ) from error  # fmt: skip
+        problem = f"--trust: given {address.trust}, which holds no certificate"
+        raise ConfigError([f"{problem}; must be the ca.crt of `anycostfl keys`"]) from error
 
 
-@dataclass(frozen=True, slots=True)
-class Patience:
-    """Repeats a request until the server can be reached; a certificate that does not fit is final.
+def patiently(address: Address, request: Callable[[], Any]) -> Any:
+    """What a request returns, repeated until the server can be reached.
 
-    `pause_s` grows between two tries.
+    A certificate that does not fit is final.
     """
-
-    address: Address
-
-    def __call__(self, request: Callable[[], Result]) -> Result:
-        """What the request returns."""
-        pause_s, begin, told = 0.5, time.monotonic(), ""
-        while True:
-            try:
-                return request()
-            except httpx.TransportError as error:
-                self._check(error, time.monotonic() + pause_s - begin)
-                if str(error) != told:  # once: it may be away for days
-                    log(WARNING, "the server cannot be reached (%s), trying again", error)
-                    told = str(error)
-                time.sleep(pause_s)
-                pause_s = min(2 * pause_s, PAUSE_MAX_S)
-
-    def _check(self, error: httpx.TransportError, gone_s: float) -> None:
-        """Give up if trying again makes no sense."""
-        if any(word in str(error) for word in WRONG_SERVER):
-            raise RefusedError(
-                f"the server is not the expected one: {error}. Give the ca.crt that its "
-                "certificate was made with, and an address that the certificate names"
-            ) from error
-        if self.address.patience_s and gone_s > self.address.patience_s:
-            raise UnreachableError(f"{self.address.server} cannot be reached: {error}") from error
+    pause_s, begin, told = 0.5, time.monotonic(), ""
+    while True:
+        try:
+            return request()
+        except httpx.TransportError as error:
+            if any(word in str(error) for word in WRONG_SERVER):
+                raise RefusedError(
+                    f"the server is not the expected one: {error}. Give the ca.crt that its "
+                    "certificate was made with, and an address that the certificate names"
+                ) from error
+            if 0 < address.patience_s < time.monotonic() + pause_s - begin:
+                raise UnreachableError(f"{address.server} cannot be reached: {error}") from error
+            if str(error) != told:  # once: it may be away for days
+                log(WARNING, "the server cannot be reached (%s), trying again", error)
+                told = str(error)
+            time.sleep(pause_s)
+            pause_s = min(2 * pause_s, PAUSE_MAX_S)
 
 
-class Connection:
-    """A device's connection to the server, which may be down for a while."""
-
-    def __init__(self, address: Address, client: FleetClient) -> None:
-        self._address, self._client = address, client
-
-    def enter(self, public_key: bytes) -> int:
-        """Become a node; wait for a server that is not there yet."""
-        if self._address.key is None:
-            with suppress(httpx.HTTPStatusError):  # it may still be registered
-                self._client.register(public_key)
-        until = math.inf  # counts from the first refusal: the server may not have been there before
-        while True:
-            try:
-                return self._client.activate(public_key, HEARTBEAT_S)
-            except httpx.HTTPStatusError as error:
-                until = min(until, time.monotonic() + REFUSED_S)
-                if time.monotonic() > until:
-                    raise RefusedError(
-                        f"{self._address.server} refuses this device ({_why(error)}). Is its "
-                        "public key among the server's keys/devices/*.pub, and no other process "
-                        "using it?"
-                    ) from error
-                log(WARNING, "refused by the server (%s), trying again", _why(error))
-                time.sleep(2.0)
-
-    def answer_messages(self, app: ClientApp, context: Context) -> None:
-        """Answer messages until the server forgets this node."""
-        pause_s = POLL_MIN_S
-        while True:
-            try:
-                message = self._client.pull(context.node_id)
-                if message is None:
-                    time.sleep(pause_s)
-                    pause_s = min(1.2 * pause_s, POLL_MAX_S)
-                    continue
-                pause_s, begin = POLL_MIN_S, time.monotonic()
-                reply = answer(app, message, context)
-                seconds = time.monotonic() - begin
-                date_reply(reply, message, seconds)
-                self._client.push(context.node_id, reply, seconds)
-            except httpx.HTTPStatusError as error:
-                if error.response.status_code == httpx.codes.UNAUTHORIZED:
-                    return
-                log(WARNING, "the server does not accept this: %s", _why(error))
-                time.sleep(POLL_MAX_S)
-            except TransferError as error:
-                log(WARNING, "a message was cut short: %s", error)
+def enter(address: Address, client: FleetClient, public_key: bytes) -> int:
+    """Become a node; wait for a server that is not there yet."""
+    if address.key is None:
+        with suppress(httpx.HTTPStatusError):  # it may still be registered
+            client.register(public_key)
+    until = math.inf  # counts from the first refusal: the server may not have been there before
+    while True:
+        try:
+            return client.activate(public_key, HEARTBEAT_S)
+        except httpx.HTTPStatusError as error:
+            until = min(until, time.monotonic() + REFUSED_S)
+            if time.monotonic() > until:
+                raise RefusedError(
+                    f"{address.server} refuses this device ({_why(error)}). Is its public key "
+                    "among the server's keys/devices/*.pub, and no other process using it?"
+                ) from error
+            log(WARNING, "refused by the server (%s), trying again", _why(error))
+            time.sleep(2.0)
 
 
 @contextmanager
-def _heartbeat(client: FleetClient, node_id: int) -> Iterator[None]:
-    """Tell the server now and then that the device is alive."""
+def _online(client: FleetClient, node_id: int) -> Iterator[None]:
+    """Tell the server now and then that the device is alive, and at the end that it leaves."""
     stop = threading.Event()
 
     def beat() -> None:
@@ -220,12 +165,38 @@ def _heartbeat(client: FleetClient, node_id: int) -> Iterator[None]:
         yield
     finally:
         stop.set()
+        with suppress(httpx.HTTPError):
+            client.deactivate(node_id)
+
+
+def answer_messages(client: FleetClient, app: ClientApp, context: Context) -> None:
+    """Answer messages until the server forgets this node."""
+    pause_s = POLL_MIN_S
+    while True:
+        try:
+            message = client.pull(context.node_id)
+            if message is None:
+                time.sleep(pause_s)
+                pause_s = min(1.2 * pause_s, POLL_MAX_S)
+                continue
+            pause_s, begin = POLL_MIN_S, time.monotonic()
+            reply = answer(app, message, context)
+            seconds = time.monotonic() - begin
+            _internal.date_reply(reply, message, seconds)
+            client.push(context.node_id, reply, seconds)
+        except httpx.HTTPStatusError as error:
+            if error.response.status_code == httpx.codes.UNAUTHORIZED:
+                return
+            log(WARNING, "the server does not accept this: %s", _why(error))
+            time.sleep(POLL_MAX_S)
+        except TransferError as error:
+            log(WARNING, "a message was cut short: %s", error)
 
 
 def answer(app: ClientApp, message: Message, context: Context) -> Message:
     """The app's reply; an error in it is a reply too, unless the server sends the device away."""
     about = message.metadata
-    set_task(about.run_id, context.node_id, getattr(about, "dst_task_id", None) or 0)
+    _internal.set_task(about.run_id, context.node_id, getattr(about, "dst_task_id", None) or 0)
     context.run_id = about.run_id
     log(INFO, "round %s: %s", about.group_id, about.message_type)
     try:
@@ -241,6 +212,61 @@ def _why(error: httpx.HTTPStatusError) -> str:
     return f"{error.response.status_code} {error.response.text[:200]}".strip()
 
 
+# --- wrong clocks ---------------------------------------------------------------------------------
+
+
+class Signature:
+    """Signs every request of a device, by the server's clock.
+
+    A device may be a board without a battery for its clock, or one whose clock has just jumped.
+    Flower's server accepts a request only if it was signed with a time within five minutes of its
+    own. A refusal carries the server's time, and a device whose clock differs signs again. That
+    time may be a second old, so a refusal just after the server's own clock was set proves nothing
+    yet, and the request is repeated a moment later.
+    """
+
+    def __init__(self, key: ec.EllipticCurvePrivateKey) -> None:
+        self._key = key
+        self._public = b64encode(public_pem(key.public_key())).decode("ascii")
+        self._behind = timedelta()  # this machine's clock, relative to the server's
+
+    def intercept(self, context: Any, call_next: Callable[[Any], httpx.Response]) -> httpx.Response:
+        """Send a request signed; again while it is refused and the clock may be the reason."""
+        waited = False
+        for _ in range(SIGNED):
+            believed = self._sign(context.request)
+            response = call_next(context)
+            if response.status_code != httpx.codes.UNAUTHORIZED:
+                break
+            if not self._learn(response, believed):
+                if waited:
+                    break
+                time.sleep(STALE_S)
+                waited = True
+        return response
+
+    def _sign(self, request: httpx.Request) -> timedelta:
+        """Sign a request; how far behind this machine's clock was assumed to be."""
+        believed = self._behind
+        when = (datetime.now(UTC) + believed).isoformat()
+        signature = self._key.sign(when.encode("ascii"), ec.ECDSA(hashes.SHA256()))
+        _internal.sign_headers(request, self._public, when, b64encode(signature).decode("ascii"))
+        return believed
+
+    def _learn(self, response: httpx.Response, believed: timedelta) -> bool:
+        """Adopt the time in a response; whether the request was signed by another one.
+
+        Another thread may have learned it in the meantime, so what counts is what was signed.
+        """
+        try:
+            there = parsedate_to_datetime(response.headers["date"])
+            behind = there - datetime.now(UTC)
+        except (KeyError, ValueError, TypeError, OverflowError):
+            return False
+        self._behind = behind
+        return abs((behind - believed).total_seconds()) > LEAST_S
+
+
 # --- where the installed Flower does not fit ------------------------------------------------------
 
 
@@ -248,19 +274,15 @@ def run_supernode(address: Address, setup: Setup) -> None:
     """Run Flower's documented SuperNode, with the app that is installed on both sides."""
     host = address.server.rpartition(":")[0].strip("[]")
     if address.trust is None and host != "localhost" and not is_local([host], None):
-        raise ConfigError(
-            [f"--insecure: {INSTEAD}. Without TLS anybody on the way could send one; give --key "
-             "and --trust"]
-        )  # fmt: skip
-    until = math.inf
+        problem = f"{INSTEAD}. Without TLS anybody on the way could send one"
+        raise ConfigError([f"--insecure: {problem}; give --key and --trust"])
+    since = math.inf  # it ends soon after it began
     while True:  # it ends when it is refused, which a key may be until the server has registered it
         begin = time.monotonic()
         code = _run_to_end(supernode_command(address, setup))
         now = time.monotonic()
-        if now - begin > GIVE_UP_S:
-            until = math.inf
-        until = min(until, now + GIVE_UP_S)
-        if now >= until:
+        since = now if now - begin > GIVE_UP_S else min(since, now)
+        if now - since >= GIVE_UP_S:
             raise RefusedError(f"flower-supernode keeps ending, last with exit code {code}")
         log(WARNING, "flower-supernode ended with exit code %d, starting it again", code)
         time.sleep(2.0)
@@ -268,9 +290,8 @@ def run_supernode(address: Address, setup: Setup) -> None:
 
 def _run_to_end(command: list[str]) -> int:
     with tempfile.TemporaryDirectory(prefix="anycostfl-") as home:
-        process = subprocess.Popen(  # noqa: S603 - Flower's program
-            command, env=safe_environment(Path(home))
-        )
+        environment = safe_environment(Path(home))
+        process = subprocess.Popen(command, env=environment)  # noqa: S603 - Flower's program
         try:
             return process.wait()
         finally:

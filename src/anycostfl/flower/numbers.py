@@ -15,7 +15,8 @@ from pathlib import Path
 from typing import Any
 
 from anycostfl.errors import AnycostError
-from anycostfl.files import atomic_write
+from anycostfl.files import atomic_write, read_file
+from anycostfl.wire.messages import DeviceRejectedError
 
 NODES = "flower/nodes.json"
 DEVICES = "devices.json"
@@ -25,34 +26,20 @@ class NotReadyError(AnycostError):
     """A node whose key is not known yet, but may be in a moment."""
 
 
-class NumberTakenError(AnycostError):
-    """A number that belongs to another key."""
-
-
-class Numbers:
-    """The number of each key in a run; without a folder, or without keys, every number is free."""
-
-    def __init__(self, folder: Path | None = None) -> None:
-        self._folder = folder
-        self._bound: dict[str, int] = _read(folder / DEVICES) if folder else {}
-
-    def claim(self, node: int, device: int) -> None:
-        """Bind the number that a node asks for to its key; raise if it is taken."""
-        if self._folder is None or not (self._folder / NODES).exists():
-            return
-        name = _read(self._folder / NODES).get(str(node))
-        if name is None:
-            raise NotReadyError(f"the key of node {node} is not known yet")
-        if self._bound.get(name, device) != device:
-            raise NumberTakenError(
-                f"key {name} is device {self._bound[name]} in this run, not {device}"
-            )
-        owner = {number: key for key, number in self._bound.items()}.get(device, name)
-        if owner != name:
-            raise NumberTakenError(f"device {device} is key {owner} in this run, not {name}")
-        if name not in self._bound:
-            self._bound[name] = device
-            _write(self._folder / DEVICES, self._bound)
+def claim_number(folder: Path, node: int, device: int) -> None:
+    """Bind the number that a node asks for to its key in a run; raise if it is taken."""
+    if not (folder / NODES).exists():
+        return
+    name, bound = _read(folder / NODES).get(str(node)), _read(folder / DEVICES)
+    if name is None:
+        raise NotReadyError(f"the key of node {node} is not known yet")
+    if bound.get(name, device) != device:
+        raise DeviceRejectedError(f"key {name} is device {bound[name]} in this run, not {device}")
+    owner = {number: key for key, number in bound.items()}.get(device, name)
+    if owner != name:
+        raise DeviceRejectedError(f"device {device} is key {owner} in this run, not {name}")
+    if name not in bound:
+        _write(folder / DEVICES, {**bound, name: device})
 
 
 def note_nodes(folder: Path, nodes: Mapping[str, int] | None) -> None:
@@ -64,10 +51,10 @@ def note_nodes(folder: Path, nodes: Mapping[str, int] | None) -> None:
 
 
 def _read(path: Path) -> dict[str, Any]:
-    if not path.exists():
-        return {}
     try:
-        return dict(json.loads(path.read_bytes()))
+        return dict(json.loads(read_file(path)))
+    except FileNotFoundError:
+        return {}
     except (TypeError, ValueError) as error:
         raise AnycostError(
             f"{path} is damaged ({error}). Delete it, and the next numbers that devices give count"

@@ -1,14 +1,14 @@
 """The server as a Flower ServerApp: the round loop on the devices behind Flower's Grid.
 
 Flower's `Strategy.start` is not used: it waits in steps of three seconds and cannot be resumed
-(docs/decisions/0050). `strategy.AnycostStrategy` offers the same rounds to Flower's own loop.
+(docs/decisions/0050). `strategy.AnycostStrategy` offers the same rounds to it.
 """
 
 from __future__ import annotations
 
 import json
 import os
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from dataclasses import asdict
 from logging import ERROR, INFO, WARNING, Formatter, StreamHandler, getLogger
 from pathlib import Path
@@ -22,7 +22,6 @@ from anycostfl.experiment import Experiment, build_experiment, load_data
 from anycostfl.files import atomic_write, exclusive_lock, open_nofollow
 from anycostfl.flower._internal import log, reduce_polling
 from anycostfl.flower.fleet import FlowerFleet, RoundPolicy
-from anycostfl.flower.numbers import Numbers
 from anycostfl.loop import Rounds, run_rounds
 from anycostfl.processes import end_with_parent
 from anycostfl.records.run import SavedRun
@@ -50,8 +49,8 @@ def main(grid: Grid, context: Context) -> None:
             check_engine(run, simulated=False)
             for remark in run.saved.remarks:
                 log(WARNING, "%s", remark)
-            policy, numbers = read_policy(context.run_config), Numbers(folder)
-            rounds = serve_rounds(run.config, grid, policy, run.saved, numbers=numbers)
+            policy = RoundPolicy(**json.loads(str(context.run_config["policy"])))
+            rounds = serve_rounds(run.config, grid, policy, run.saved, folder=folder)
             for result in journal(rounds, run.config, run.writer):
                 log(INFO, "round %d is done", result.record.round + 1)
         except AnycostError as error:
@@ -69,13 +68,13 @@ def serve_rounds(
     policy: RoundPolicy,
     start: SavedRun | None = None,
     *,
-    numbers: Numbers | None = None,
+    folder: Path | None = None,
 ) -> Rounds:
     """The rounds of an experiment on the devices behind a Grid."""
     experiment = server_experiment(config)
     state = start_state(experiment, start)
-    fleet = FlowerFleet(grid, experiment, policy, start=state, numbers=numbers)
-    return run_rounds(experiment, fleet, state, min_replies=policy.min_replies)
+    fleet = FlowerFleet(grid, experiment, policy, start=state, folder=folder)
+    return run_rounds(experiment, nullcontext(fleet), state, min_replies=policy.min_replies)
 
 
 def server_experiment(config: Config) -> Experiment:
@@ -87,11 +86,6 @@ def server_experiment(config: Config) -> Experiment:
 def run_config(folder: Path, policy: RoundPolicy) -> UserConfig:
     """What the server app is told, as Flower's run configuration."""
     return {"run-dir": str(folder.resolve()), "policy": json.dumps(asdict(policy))}
-
-
-def read_policy(table: UserConfig) -> RoundPolicy:
-    """The policy in Flower's run configuration."""
-    return RoundPolicy(**json.loads(str(table["policy"])))
 
 
 def lock_owner(run_id: int) -> str:

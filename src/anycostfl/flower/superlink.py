@@ -1,13 +1,11 @@
 """Flower's SuperLink behind a filter; started by `link` as `python -P -m` this module.
 
 Flower serves three interfaces on one port: Fleet for devices, Control for starting runs and
-registering devices, Runtime for the server app. Only Fleet authenticates its callers. Left open,
-anybody who reaches the port could register a device, or run code on the server. So Control and
-Runtime answer this machine only.
+registering devices, Runtime for the server app. Only Fleet authenticates its callers; through the
+others anybody could register a device, or run code on the server. So they answer this machine only.
 
-Flower also reads a request to its end before it checks the key. So requests are bounded: 64 KiB of
-headers (the default parser of uvicorn has no limit), 6 MiB of body, 1 GiB for all bodies together,
-1,000 connections from other machines, and a time limit for those that send nothing.
+Flower also reads a request to its end before it checks the key. So headers (the default parser of
+uvicorn has no limit), bodies, connections from other machines and silence are bounded.
 """
 
 from __future__ import annotations
@@ -19,14 +17,14 @@ import logging
 import os
 import resource
 import signal
-from collections.abc import Awaitable, Callable, Mapping, MutableMapping, Sequence
+from collections.abc import Awaitable, Callable, MutableMapping, Sequence
 from contextlib import suppress
 from importlib import import_module
 from importlib.metadata import entry_points
 from typing import Any, NoReturn
 
 from anycostfl.errors import ConfigError
-from anycostfl.flower._internal import available, h11_protocol, superlink_config
+from anycostfl.flower._internal import available, uvicorn_classes
 from anycostfl.processes import PARENT, end_with_parent
 
 Scope = MutableMapping[str, Any]
@@ -59,9 +57,9 @@ class LocalControl:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer one request, or refuse it."""
-        if scope["type"] == "http" and is_public(scope):
+        if scope["type"] == "http" and str(scope.get("path", "")).startswith(PUBLIC):
             await self._answer_device(scope, receive, send)
-        elif scope["type"] == "lifespan" or is_allowed(scope):
+        elif scope["type"] == "lifespan" or is_local(scope.get("client"), scope.get("server")):
             await self._app(scope, receive, send)
         else:
             await _refuse(send, 403, "for this machine only")
@@ -104,16 +102,6 @@ async def _refuse(send: Send, status: int, text: str) -> None:
     headers = [(b"content-type", b"text/plain"), (b"connection", b"close")]
     await send({"type": "http.response.start", "status": status, "headers": headers})
     await send({"type": "http.response.body", "body": text.encode()})
-
-
-def is_public(scope: Mapping[str, Any]) -> bool:
-    """Whether a request is for what devices may reach."""
-    return str(scope.get("path", "")).startswith(PUBLIC)
-
-
-def is_allowed(scope: Mapping[str, Any]) -> bool:
-    """Whether a request may pass: a device's, or one from this machine."""
-    return is_public(scope) or is_local(scope.get("client"), scope.get("server"))
 
 
 def is_local(client: Sequence[Any] | None, server: Sequence[Any] | None) -> bool:
@@ -161,16 +149,12 @@ def bounded(base: type[Any]) -> type[Any]:
 
 def install_filter() -> None:
     """Put the filter and the limits into every server that this process starts from now on."""
-    config = superlink_config()
+    config, connection = uvicorn_classes()
     plain = config.__init__
-    limits = {
-        "http": bounded(h11_protocol()),
-        "h11_max_incomplete_event_size": HEADER_BYTES,
-        "ws": "none",
-    }
+    limits = {"http": bounded(connection), "h11_max_incomplete_event_size": HEADER_BYTES}
 
     def limited(self: Any, app: Application, *args: Any, **settings: Any) -> None:
-        plain(self, LocalControl(app), *args, **{**settings, **limits})
+        plain(self, LocalControl(app), *args, **{**settings, **limits, "ws": "none"})
 
     setattr(config, "__init__", limited)  # noqa: B010 - mypy does not let a method be assigned
 
@@ -187,8 +171,7 @@ def forbid_grpc() -> None:
 
 def check_host(host: str) -> None:
     """Refuse to be reached by other machines where the filter cannot be installed."""
-    address = _address([host])
-    is_loopback = host == "localhost" or (address is not None and address.is_loopback)
+    is_loopback = host == "localhost" or is_local([host], None)
     if not is_loopback and not available("filter", UNFILTERED):
         raise ConfigError(
             [f"--host: given {host}, must be a loopback address such as 127.0.0.1. This version of "

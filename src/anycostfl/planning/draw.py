@@ -100,6 +100,7 @@ class FleetSpec:
     energy_coefficient_std: Annotated[float | None, Interval(0.0)] = None
     distance_mean_m: Annotated[float | None, POSITIVE] = None
     distance_std_m: Annotated[float, Interval(0.0)] = 0.0
+    budgets_per_sample: bool = False  # those above are for `samples`; who holds more has more
 
     def __post_init__(self) -> None:
         check_fields(self)
@@ -196,16 +197,16 @@ def draw_fleet(
     hardware = draw_hardware(spec, seed=seed, profiles=profiles or {})
     channel = channel_rate_bps(spec, distance, hardware["power_w"], sharers=spec.cohort)
     measured = measured_rate_bps(spec, profiles or {})
+    counts = draw_samples(spec, seed=seed) if samples is None else np.asarray(samples)
+    share = counts / spec.samples if spec.budgets_per_sample else 1.0
+    budget = generator(seed, round_index, Purpose.BUDGET)
+    energy_j = _uniform(budget, (spec.energy_min_j, spec.energy_max_j), spec.devices)
     devices = repeat_devices(
         **hardware,
-        samples=draw_samples(spec, seed=seed) if samples is None else samples,
+        samples=counts,
         rate_bps=np.where(np.isnan(measured), channel, measured),
-        latency_s=spec.latency_s,
-        energy_j=_uniform(
-            generator(seed, round_index, Purpose.BUDGET),
-            (spec.energy_min_j, spec.energy_max_j),
-            spec.devices,
-        ),
+        latency_s=spec.latency_s * share,
+        energy_j=energy_j * share,
     )
     return Cohort(np.arange(spec.devices), distance, devices)
 

@@ -24,8 +24,8 @@ from anycostfl.device import cores
 from anycostfl.device import threads as use_threads
 from anycostfl.experiment import resolve
 from anycostfl.planning.draw import Profile
-from anycostfl.profile.machine import Clock, device_name, fixed_clock, read_clock, read_gpu_clock
-from anycostfl.profile.meters import Meter, Power, estimate_power, find_meter, measure_power
+from anycostfl.profile import machine
+from anycostfl.profile.machine import Clock, Meter, Power, estimate_power, measure_power
 from anycostfl.profile.speed import (
     SpeedFit,
     WidthTiming,
@@ -36,10 +36,8 @@ from anycostfl.profile.speed import (
 )
 from anycostfl.shrink import ElasticModel
 
-TRANSMITTER_W = 0.1
-"""The paper's radio: no machine measures its own."""
-
-WINDOW_S = 1.0
+TRANSMITTER_W = 0.1  # the paper's radio: no machine measures its own
+WINDOW_S = 1.0  # of measuring power
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,9 +91,9 @@ def measure(
 
     with use_threads(threads or cores()) as used:
         timings = time_widths(config, net, repeats, after_each=sample_clock, clock=seconds)
-        power = training_power(config, net, used, *find_meter())
+        power = training_power(config, net, used, *machine.find_meter())
     return Measurement(
-        name=device_name(),
+        name=machine.device_name(),
         config=config,
         threads=used,
         clock=replace(clock, now_hz=statistics.median(frequencies or [clock.now_hz])),
@@ -108,11 +106,11 @@ def measure(
 
 def _read_clock(device: str) -> Clock:
     if device != "cuda":
-        return read_clock()
-    if clock := read_gpu_clock():
+        return machine.read_clock()
+    if clock := machine.read_gpu_clock():
         return clock
     kilohertz = float(torch.cuda.get_device_properties(0).clock_rate)
-    return fixed_clock(1e3 * kilohertz, "the GPU's properties")
+    return machine.fixed_clock(1e3 * kilohertz, "the GPU's properties")
 
 
 def training_power(

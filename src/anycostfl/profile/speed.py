@@ -13,19 +13,20 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
-import torch
+from torch import Tensor
 
 from anycostfl import models
 from anycostfl.config import Config
+from anycostfl.data.samples import Samples, Tree
 from anycostfl.device import train
 from anycostfl.experiment import resolve_training
+from anycostfl.metrics import main_output
 from anycostfl.shrink import ElasticModel
+from anycostfl.tasks import Task, no_data
 
-REPETITION_S = 0.5
-"""Minimum duration of one repetition at full width."""
-
+REPETITION_S = 0.5  # at least, at full width
+# Candidates for the overhead; above 1 for networks so small that kernel launches dominate.
 OVERHEADS = np.concatenate([np.linspace(0.0, 0.5, 501), np.geomspace(0.5, 100.0, 1001)[1:]])
-"""Candidates for the overhead; above 1 for networks so small that kernel launches dominate."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,12 +81,14 @@ def time_widths(
         for column, epoch in enumerate(epochs):
             row[column] = epoch(samples) / samples
             after_each()
-    quartiles = np.percentile(seconds[1:], 25, axis=0)
-    plans = [net.plan(alpha) for alpha in alphas]
-    return [
-        WidthTiming(plan.alpha, plan.flops_ratio, float(quartile))
-        for plan, quartile in zip(plans, quartiles, strict=True)
-    ]
+    quartiles = np.percentile(seconds[1:], 25, axis=0).tolist()
+    plans = zip(map(net.plan, alphas), quartiles, strict=True)
+    return [WidthTiming(plan.alpha, plan.flops_ratio, quartile) for plan, quartile in plans]
+
+
+def _mean_square(outputs: Tree, _targets: Tree) -> Tensor:
+    """A loss of any output: what is timed does not depend on which loss it is."""
+    return main_output(outputs).float().square().mean()
 
 
 def timed_epoch(
@@ -97,14 +100,12 @@ def timed_epoch(
     """A function that trains a sub-model on N random samples and returns the seconds it took."""
     module, epochs = net.shrink(alpha).module, config.workload.epochs
     training = resolve_training(config.training)
-    spec = models.load(config.model.name)
-    with torch.no_grad():
-        classes = module(spec.example(2)).shape[-1]
+    spec, task = models.load(config.model.name), Task(load=no_data, loss=_mean_square)
 
     def run(samples: int) -> float:
-        drawn = spec.example(samples), torch.randint(classes, (samples,))
+        drawn = Samples(spec.example(samples), ())
         start = clock()
-        train(module, drawn, training, torch.Generator().manual_seed(0), epochs=epochs)
+        train(module, drawn, task, training, 0, epochs=epochs)
         return (clock() - start) / epochs
 
     return run

@@ -40,11 +40,8 @@ class Checkpoint:
 
     def memories(self) -> dict[int, State]:
         """What each simulated device remembered."""
-        return {
-            int(kind.removeprefix(f"{MEMORY}/")): state
-            for kind, state in self.states.items()
-            if kind.startswith(f"{MEMORY}/")
-        }
+        kinds = [kind for kind in self.states if kind.startswith(f"{MEMORY}/")]
+        return {int(kind.removeprefix(f"{MEMORY}/")): self.states[kind] for kind in kinds}
 
 
 def write_checkpoint(folder: Path, point: Checkpoint) -> None:
@@ -55,11 +52,11 @@ def write_checkpoint(folder: Path, point: Checkpoint) -> None:
         for kind, state in point.states.items()
         for name, tensor in state.items()
     }
+    about = {"rounds": point.rounds, "crc32": _checksum(tensors)}
     path = folder / f"checkpoint-{point.rounds}.safetensors"
     part = path.with_suffix(".part")
     try:
-        about = json.dumps({"rounds": point.rounds, "crc32": _checksum(tensors)})
-        save_file(tensors, part, {"checkpoint": about})
+        save_file(tensors, part, {"checkpoint": json.dumps(about)})
         sync(part)
         os.replace(part, path)
     except (OSError, SafetensorError) as error:
@@ -73,14 +70,13 @@ def write_checkpoint(folder: Path, point: Checkpoint) -> None:
 def checkpoints(folder: Path) -> list[Path]:
     """All checkpoints of a run, newest first."""
     found = (path for path in folder.glob("checkpoint-*.safetensors") if path.is_file())
-    numbered = [(rounds, path) for path in found if (rounds := rounds_in(path)) is not None]
-    return [path for _, path in sorted(numbered, reverse=True)]
+    return sorted((path for path in found if rounds_in(path) >= 0), key=rounds_in, reverse=True)
 
 
-def rounds_in(path: Path) -> int | None:
-    """How many rounds a checkpoint's name says it has."""
+def rounds_in(path: Path) -> int:
+    """How many rounds a checkpoint's name says it has; -1 if it is none's."""
     found = re.fullmatch(r"checkpoint-(\d+)\.safetensors", path.name)
-    return int(found[1]) if found else None
+    return int(found[1]) if found else -1
 
 
 def read_checkpoint(path: Path) -> Checkpoint:

@@ -1,20 +1,21 @@
 """The journal: one round per line as JSON, the same bytes whenever the run is repeated.
 
 Every line carries the version of its schema. Version 1 had no such key and told a device's status
-as one text ("refused: damaged: …"); it is read as if it had been written today.
+as one text ("refused: damaged: …"); up to version 2 the metric was always `accuracy`. Both are read
+as if they had been written today.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from anycostfl.files import StorageError
 from anycostfl.records.round import DeviceRecord, RoundRecord, Status
 
-SCHEMA = 2
+SCHEMA = 3
 LATEST = 1000  # a larger number is damage, not a newer version
 LARGEST = 1 << 62  # of a whole number
 
@@ -43,14 +44,15 @@ def parse_record(line: bytes | str) -> RoundRecord:
             f"a round was written with schema {schema}; this program reads 1 to {SCHEMA}: upgrade "
             "anycostfl"
         )
-    if schema not in (1, SCHEMA):
+    if type(schema) is not int or not 1 <= schema <= SCHEMA:
         raise ValueError(f"schema {schema!r:.40}; this program reads 1 to {SCHEMA}")
-    read = _device if schema == SCHEMA else _old_device
+    read = _old_device if schema == 1 else _device
     record = RoundRecord(
         round=table["round"],
-        accuracy=table["accuracy"],
+        metric=table["accuracy"] if schema < 3 else table["metric"],
         devices=tuple(read(device) for device in table["devices"]),
         step_bytes=table.get("step_bytes", 0),
+        others=table.get("others", {}),
     )
     _check(record)
     return record
@@ -76,41 +78,38 @@ def _old_device(table: Mapping[str, Any]) -> DeviceRecord:
 
 def parse_journal(
     copies: Sequence[Sequence[bytes]], remarks: list[str], names: tuple[str, str]
-) -> Iterator[RoundRecord]:
+) -> list[RoundRecord]:
     """Rounds 0, 1, 2 … up to the end or the first line that is intact in no copy."""
+    records: list[RoundRecord] = []
     restored: list[int] = []
     for number in range(max(map(len, copies))):
         problems: list[Exception] = []
-        found = (_parse_line(lines, number, problems) for lines in copies)
-        record = next((record for record in found if record is not None), None)
-        if record is None:
+        for lines in copies:
+            try:
+                records.append(_parse_line(lines, number))
+                break
+            except (NewerSchemaError, *UNREADABLE) as error:
+                problems.append(error)
+        else:
             if newer := next((p for p in problems if isinstance(p, NewerSchemaError)), None):
                 raise newer
             remarks.append(f"{names[0]} is damaged from line {number + 1} on ({problems[0]})")
             break
         if problems:
             restored.append(number + 1)
-        yield record
     if restored:
         also = f" and {len(restored) - 1} more" if restored[1:] else ""
         remarks.append(f"{names[0]} is damaged in line {restored[0]}{also}; {names[1]} was used")
+    return records
 
 
-def _parse_line(
-    lines: Sequence[bytes], number: int, problems: list[Exception]
-) -> RoundRecord | None:
-    """The round of that number, or None after adding to the problems."""
-    try:
-        record = parse_record(lines[number])
-    except IndexError:
-        problems.append(ValueError("it ends there"))
-    except (NewerSchemaError, *UNREADABLE) as error:
-        problems.append(error)
-    else:
-        if record.round == number:
-            return record
-        problems.append(ValueError(f"it holds round {record.round}"))
-    return None
+def _parse_line(lines: Sequence[bytes], number: int) -> RoundRecord:
+    if number >= len(lines):
+        raise ValueError("it ends there")
+    record = parse_record(lines[number])
+    if record.round != number:
+        raise ValueError(f"it holds round {record.round}")
+    return record
 
 
 _KINDS: Mapping[str, type | tuple[type, ...]] = {
@@ -121,6 +120,7 @@ _KINDS: Mapping[str, type | tuple[type, ...]] = {
     "Status": Status,
     "tuple[str, ...]": tuple,
     "tuple[DeviceRecord, ...]": tuple,
+    "Mapping[str, float]": dict,
 }
 _FIELDS = {
     kind: [(item.name, _KINDS[str(item.type)]) for item in dataclasses.fields(kind)]
@@ -133,8 +133,13 @@ def _check(record: RoundRecord) -> None:
     parts: tuple[RoundRecord | DeviceRecord, ...] = (record, *record.devices)
     for part in parts:
         for name, kind in _FIELDS[type(part)]:
-            value = getattr(part, name)
-            if not isinstance(value, kind) or (isinstance(value, int) and abs(value) > LARGEST):
-                raise ValueError(f"{name} is {str(value)[:40]!r}")
+            _check_value(name, getattr(part, name), kind)
         if isinstance(part, DeviceRecord) and not all(isinstance(w, str) for w in part.binds):
             raise ValueError("binds are not words")
+    for name, value in record.others.items():
+        _check_value(name, value, (int, float))
+
+
+def _check_value(name: str, value: object, kind: type | tuple[type, ...]) -> None:
+    if not isinstance(value, kind) or (isinstance(value, int) and abs(value) > LARGEST):
+        raise ValueError(f"{name} is {str(value)[:40]!r}")

@@ -1,12 +1,14 @@
-"""What a round was: every device's status, what it did and paid; sums of rounds."""
+"""What a round was: every device's status, what it did and paid; sums and summary of rounds."""
 
 from __future__ import annotations
 
 import enum
 from collections import Counter
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from itertools import accumulate
+
+from anycostfl.metrics import MetricInfo
 
 
 class Status(enum.StrEnum):
@@ -38,6 +40,7 @@ class DeviceRecord:
     distance_m: float = 0.0
     rate_bps: float = 0.0
     budget_j: float = 0.0
+    budget_s: float = 0.0  # 0 in journals of schema 1 and 2: all devices had the fleet's
     alpha: float = 0.0
     beta: float = 0.0
     frequency_hz: float = 0.0
@@ -75,12 +78,16 @@ class DeviceRecord:
 
 @dataclass(frozen=True, slots=True)
 class RoundRecord:
-    """One round: how good the model is after it, and what each device of the cohort did."""
+    """One round: how good the model is after it, and what each device of the cohort did.
+
+    `metric` is the value of the task's metric, `others` are further ones by their names.
+    """
 
     round: int
-    accuracy: float | None
+    metric: float | None
     devices: tuple[DeviceRecord, ...]
     step_bytes: int = 0  # of the step to the next public model, if there is one (`downlink`)
+    others: Mapping[str, float] = field(default_factory=dict)
 
     @property
     def latency_s(self) -> float:
@@ -142,9 +149,12 @@ def total(records: Records) -> Totals:
     return running_totals(records)[-1]
 
 
-def rounds_to(target: float, records: Records) -> int | None:
-    """After how many rounds an accuracy was first reached; None if it was not."""
-    return next((i for i, r in enumerate(records, 1) if (r.accuracy or 0.0) >= target), None)
+def rounds_to(target: float | None, info: MetricInfo, records: Records) -> int | None:
+    """After how many rounds a target was first reached; None if it was not, or there is none."""
+    if target is None:
+        return None
+    reached = (i for i, r in enumerate(records, 1) if info.reaches(r.metric, target))
+    return next(reached, None)
 
 
 def refusals(records: Records) -> dict[str, int]:
@@ -156,3 +166,41 @@ def refusals(records: Records) -> dict[str, int]:
         if device.duplicates:
             causes["duplicate"] += device.duplicates
     return dict(causes.most_common())
+
+
+def summarise(
+    method: str, info: MetricInfo, target: float | None, records: Records
+) -> dict[str, object]:
+    """Metric, cost, and the cost up to the first round that reached the target."""
+    values = [r.metric for r in records if r.metric is not None]
+    others = next((dict(r.others) for r in reversed(records) if r.metric is not None), {})
+    devices = [device for record in records for device in record.devices]
+    sent = [d for d in devices if d.bytes_up]
+    kinds, refused = Counter(d.status for d in devices), refusals(records)
+    rounds = rounds_to(target, info, records)
+    spent, there = total(records), None if rounds is None else total(records[:rounds])
+    return {
+        "method": method,
+        "rounds": len(records),
+        "metric": info.name,
+        "final": values[-1] if values else None,
+        "best": info.best(values),
+        "others": others,
+        "simulated_minutes": spent.latency_s / 60,
+        "energy_kj": spent.energy_j / 1e3,
+        "uploaded_mb": spent.bytes_up / 1e6,
+        "downloaded_mb": spent.bytes_down / 1e6,
+        "mean_alpha": sum(d.alpha for d in sent) / max(len(sent), 1),
+        "mean_beta": sum(d.beta for d in sent) / max(len(sent), 1),
+        "devices_infeasible": kinds[Status.INFEASIBLE],
+        "devices_failed": kinds[Status.FAILED],
+        "updates_refused": sum(refused.values()),
+        "refused_because": refused,
+        "updates_excluded": kinds[Status.EXCLUDED],
+        "devices_suspended": len({d.device for d in devices if d.status is Status.SUSPENDED}),
+        "rounds_suspended": kinds[Status.SUSPENDED],
+        "target": target,
+        "rounds_to_target": rounds,
+        "minutes_to_target": there and there.latency_s / 60,
+        "kj_to_target": there and there.energy_j / 1e3,
+    }

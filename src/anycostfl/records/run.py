@@ -92,11 +92,13 @@ class RunWriter:
 
         `files` are checksums of what the run reads besides its configuration.
         """
-        _check_free(folder)
         with writing_to(folder, ELSEWHERE):
             folder.mkdir(parents=True, exist_ok=True)
         with exclusive_lock(folder, ELSEWHERE), writing_to(folder, ELSEWHERE):
-            _check_free(folder)  # of two that begin at once, one
+            if (folder / CONFIG).exists():
+                raise StorageError(
+                    f"{folder} holds a run already; choose another --out, or --resume {folder}"
+                )
             described = json.dumps(environment(files or {}), indent=2)
             atomic_write(folder / ENVIRONMENT, described.encode())
             atomic_write(folder / JOURNAL, b"")
@@ -131,13 +133,6 @@ class RunWriter:
             write_checkpoint(self.folder, point)
 
 
-def _check_free(folder: Path) -> None:
-    if (folder / CONFIG).exists():
-        raise StorageError(
-            f"{folder} holds a run already; choose another --out, or --resume {folder}"
-        )
-
-
 def open_run(
     folder: Path, check: Callable[[SavedRun], None] = lambda _: None
 ) -> tuple[SavedRun, RunWriter]:
@@ -159,7 +154,7 @@ def open_run(
             for left in folder.glob("*.part"):
                 left.unlink()
             for path in checkpoints(folder):
-                if (rounds_in(path) or 0) > rounds:
+                if rounds_in(path) > rounds:
                     path.replace(path.with_suffix(".damaged"))
     return dataclasses.replace(saved, records=kept), RunWriter(folder, rounds)
 
@@ -167,18 +162,17 @@ def open_run(
 def read_run(folder: Path) -> SavedRun:
     """Everything a run directory holds; damage is skipped and remarked upon."""
     records, damage = read_journal(folder)
-    remarks = list(damage)
-    checkpoint = None
+    remarks, checkpoint = list(damage), None
     for path in checkpoints(folder):
         try:
-            checkpoint = read_checkpoint(path)
+            point = read_checkpoint(path)
         except DAMAGE as error:
             remarks.append(f"{path.name} is damaged and was skipped ({error})")
             continue
-        if checkpoint.rounds <= len(records):
+        if point.rounds <= len(records):
+            checkpoint = point
             break
         remarks.append(f"{path.name} is ahead of the journal and was skipped")
-        checkpoint = None
     return SavedRun(read_config(folder), records, checkpoint, tuple(remarks))
 
 

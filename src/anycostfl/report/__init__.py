@@ -1,7 +1,7 @@
 """Results of runs: figures, a summary, and a page with everything (`report.html`)."""
 
+from anycostfl.records.round import summarise
 from anycostfl.report.figures import draw_bars, draw_curves, draw_lines
 from anycostfl.report.page import write_page
-from anycostfl.report.summary import summarise
 
 __all__ = ["draw_bars", "draw_curves", "draw_lines", "summarise", "write_page"]

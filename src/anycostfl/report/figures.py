@@ -1,4 +1,4 @@
-"""Figures: accuracy over rounds, time, energy and bytes; data per device; sweeps."""
+"""Figures: the metric over rounds, time, energy and bytes; data per device; sweeps."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from anycostfl.errors import ConfigError, MissingExtraError
+from anycostfl.metrics import MetricInfo
 from anycostfl.records.round import RoundRecord
 
 
@@ -32,21 +33,21 @@ def save(figure: Any, path: Path) -> None:
         raise ConfigError([f"figure: given {path}, but {error}"]) from error
 
 
-def draw_curves(runs: Mapping[str, Sequence[RoundRecord]], path: Path) -> None:
-    """Accuracy over cost, for one or several runs; log axes for widely different costs."""
+def draw_curves(runs: Mapping[str, Sequence[RoundRecord]], info: MetricInfo, path: Path) -> None:
+    """The metric over cost, for one or several runs; log axes for widely different costs."""
     figure, axes = new_figure(4, (14, 3.4), sharey=True)
     for name, records in runs.items():
-        evaluated = [i for i, r in enumerate(records) if r.accuracy is not None]
-        accuracy = [100 * (records[i].accuracy or 0) for i in evaluated]
+        values = {i: r.metric for i, r in enumerate(records) if r.metric is not None}
+        shown = [info.factor * value for value in values.values()]
         for axis, costs in zip(axes, _costs(records).values(), strict=True):
-            axis.plot([costs[i] for i in evaluated], accuracy, label=name, linewidth=1.6)
+            axis.plot([costs[i] for i in values], shown, label=name, linewidth=1.6)
     for axis, label in zip(axes, _costs([]), strict=True):
         axis.set_xlabel(label)
         axis.grid(alpha=0.3)
         ends = [line.get_xdata()[-1] for line in axis.get_lines() if len(line.get_xdata())]
         if ends and max(ends) > 10 * min(ends):
             axis.set_xscale("log")
-    axes[0].set_ylabel("test accuracy, %")
+    axes[0].set_ylabel(f"test {info.title}")
     if len(runs) > 1:
         axes[0].legend()
     save(figure, path)
@@ -94,13 +95,12 @@ def draw_lines(panels: Mapping[str, Lines], x_label: str, path: Path) -> None:
     save(figure, path)
 
 
-def draw_bars(panels: Mapping[str, Mapping[str, float]], path: Path) -> None:
+def draw_bars(names: Sequence[str], panels: Mapping[str, Sequence[float]], path: Path) -> None:
     """One panel per quantity, one bar per name."""
     figure, axes = new_figure(len(panels), (3.6 * len(panels), 3.4))
     for axis, (title, values) in zip(axes, panels.items(), strict=True):
-        bars = axis.bar(range(len(values)), list(values.values()), 0.7)
-        axis.bar_label(bars, fmt="%.3g")
-        axis.set_xticks(range(len(values)), list(values), rotation=20, ha="right")
+        axis.bar_label(axis.bar(range(len(names)), values, 0.7), fmt="%.3g")
+        axis.set_xticks(range(len(names)), names, rotation=20, ha="right")
         axis.set_ylabel(title)
         axis.margins(y=0.15)
     save(figure, path)

@@ -9,19 +9,19 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from anycostfl.config import parse_config
 from anycostfl.errors import ConfigError
 from anycostfl.files import read_file
+from anycostfl.metrics import MetricInfo
 from anycostfl.planning.strategy import Binds
-from anycostfl.records.round import DeviceRecord, RoundRecord, refusals
+from anycostfl.records.round import DeviceRecord, RoundRecord, refusals, summarise
 from anycostfl.records.run import CONFIG, ENVIRONMENT, JOURNAL, TIMING, WIDTHS, read_journal
-from anycostfl.report.summary import summarise
 
-Document = dict[str, Any]
-"""A JSON object."""
+Document = dict[str, Any]  # a JSON object
 
 LONGEST_TEXT = 300  # characters of a status, a remark, a cell
 LARGEST_FILE = 1 << 20  # bytes of anything but the journals
@@ -35,21 +35,30 @@ def gather(folder: Path, *, growing: bool = False) -> Document:
     remarks = list(damage)
     config = _text(folder / CONFIG, remarks)
     settings = _settings(config, remarks)
-    summary = summarise(settings["method"], settings["target"], records)
+    info = MetricInfo(**settings["metric"])
+    summary = summarise(settings["method"], info, settings["target"], records)
     causes = {cause[:LONGEST_TEXT]: times for cause, times in refusals(records).items()}
     return {
         "name": folder.resolve().name,
         **settings,
         "summary": {**_table_row(summary), "refused_because": causes},
+        "others": _others(records),
         "config": config,
         "environment": _json(folder / ENVIRONMENT, _environment, remarks) or {},
         "wall_s": _wall_s(folder / TIMING, len(records)),
         "written": (folder / JOURNAL).stat().st_mtime if (folder / JOURNAL).exists() else None,
         "rounds": _round_columns(records),
-        **_device_columns([d for r in records for d in r.devices]),
+        **_device_columns([d for r in records for d in r.devices], settings["latency_s"]),
         "widths": _json(folder / WIDTHS, _widths, remarks) or [],
         "remarks": [remark[:LONGEST_TEXT] for remark in remarks],
     }
+
+
+def _others(records: Sequence[RoundRecord]) -> dict[str, float | None]:
+    """Further metrics after the last evaluation."""
+    latest = next((r.others for r in reversed(records) if r.metric is not None), {})
+    values = _rounded(latest.values(), 6)
+    return {name[:LONGEST_TEXT]: value for name, value in zip(latest, values, strict=True)}
 
 
 # --- the journal ----------------------------------------------------------------------------------
@@ -60,7 +69,7 @@ def _round_columns(records: Sequence[RoundRecord]) -> Document:
     slowest = [max(r.devices, key=lambda d: d.latency_s, default=None) for r in records]
     return {
         "cohort": [len(r.devices) for r in records],
-        "accuracy": _rounded((r.accuracy for r in records), 6),
+        "metric": _rounded((r.metric for r in records), 6),
         "compute_s": _rounded((d.compute_s if d else 0.0 for d in slowest), 6),
         "upload_s": _rounded((d.upload_s if d else 0.0 for d in slowest), 6),
         "compute_j": _rounded((sum(d.compute_j for d in r.devices) for r in records), 6),
@@ -70,12 +79,19 @@ def _round_columns(records: Sequence[RoundRecord]) -> Document:
     }
 
 
-def _device_columns(devices: Sequence[DeviceRecord]) -> Document:
-    """One value per device and round, round after round; statuses and binds are numbered."""
+def _device_columns(devices: Sequence[DeviceRecord], latency_s: float) -> Document:
+    """One value per device and round, round after round; statuses and binds are numbered.
+
+    Devices whose record names no budget of time had the fleet's, as in older journals.
+    """
     statuses = sorted({d.explained[:LONGEST_TEXT] for d in devices})
     number = {status: i for i, status in enumerate(statuses)}
     bit = {word: 1 << i for i, word in enumerate(BINDS)}
-    shares = (d.energy_j / d.budget_j if d.budget_j > 0 else None for d in devices)
+    energy = (d.energy_j / d.budget_j if d.budget_j > 0 else None for d in devices)
+    budgets = (d.budget_s or latency_s for d in devices)
+    times = (
+        d.latency_s / most if most > 0 else None for d, most in zip(devices, budgets, strict=True)
+    )
     fields = ("alpha", "beta", "compute_s", "upload_s", "compute_j", "upload_j")
     return {
         "statuses": statuses,
@@ -87,7 +103,8 @@ def _device_columns(devices: Sequence[DeviceRecord]) -> Document:
             "frequency_mhz": _rounded((d.frequency_hz / 1e6 for d in devices), 3),
             "bytes_up": [d.bytes_up for d in devices],
             "latency_s": _rounded((d.latency_s for d in devices), 4),
-            "energy_share": _rounded(shares, 4),
+            "time_share": _rounded(times, 4),
+            "energy_share": _rounded(energy, 4),
             "binds": [sum(bit.get(word, 0) for word in set(d.binds)) for d in devices],
         },
     }
@@ -96,10 +113,9 @@ def _device_columns(devices: Sequence[DeviceRecord]) -> Document:
 def _rounded(values: Iterable[float | None], digits: int) -> list[float | None]:
     """Numbers with this many significant digits; None for what is missing or not finite."""
     rounded = (math.nan if value is None else float(f"{value:.{digits}g}") for value in values)
-    return [
-        (int(v) if v.is_integer() and abs(v) < 1e15 else v) if math.isfinite(v) else None
-        for v in rounded
-    ]
+    finite = (value if math.isfinite(value) else None for value in rounded)
+    # Whole numbers are shorter without their point.
+    return [int(v) if v is not None and v.is_integer() and abs(v) < 1e15 else v for v in finite]
 
 
 # --- the other files ------------------------------------------------------------------------------
@@ -122,16 +138,22 @@ def _settings(config: str, remarks: list[str]) -> Document:
         known = parse_config(config, CONFIG, foreign=True)
     except ConfigError as error:
         remarks.append(f"{CONFIG} cannot be parsed, so targets and budgets are missing ({error})")
-        unknown = {"title": "", "method": "?", "planned": 0, "target": 1.0}
-        return {**unknown, "latency_s": 0.0, "fleet": 0}
+        unknown = {"title": "", "method": "?", "planned": 0, "target": None, "latency_s": 0}
+        return {**unknown, "fleet": 0, "metric": asdict(MetricInfo())}
     return {
         "title": known.summary[:LONGEST_TEXT],
         "method": known.run.method[:LONGEST_TEXT],
         "planned": known.run.rounds,
-        "target": known.run.target_accuracy,
+        "target": known.run.target,
+        "metric": _metric(known.metric),
         "latency_s": known.fleet.latency_s,
         "fleet": known.fleet.devices,
     }
+
+
+def _metric(info: MetricInfo) -> Document:
+    """How the metric is shown."""
+    return {**asdict(info), "name": info.name[:LONGEST_TEXT], "unit": info.unit[:LONGEST_TEXT]}
 
 
 def _json(path: Path, parse: Callable[[Any], Any], remarks: list[str]) -> Any:
@@ -160,13 +182,14 @@ def _words(value: object) -> str:
 
 
 def _widths(found: Any) -> list[Document]:
-    """Measured sub-models, narrowest first: α, accuracy and anything else that was measured."""
+    """Measured sub-models, narrowest first: α, the metric and anything else that was measured."""
     rows = found if isinstance(found, list) else [found]
     for row in rows:
-        if not (
-            isinstance(row, dict) and all(_is_number(row.get(k)) for k in ("alpha", "accuracy"))
-        ):
-            raise ValueError("a row lacks α or accuracy")
+        known = row if isinstance(row, dict) else {}
+        if "accuracy" in known:  # as earlier versions called it
+            known["metric"] = known.pop("accuracy")
+        if not (_is_number(known.get("alpha")) and _is_number(known.get("metric"))):
+            raise ValueError("a row lacks α or the metric")
     return [_table_row(row) for row in sorted(rows, key=lambda row: float(row["alpha"]))]
 
 

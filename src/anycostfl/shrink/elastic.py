@@ -7,9 +7,11 @@ inference is recalibrated on a few batches first (docs/decisions/0003).
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+import inspect
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from itertools import chain
 from math import prod
 from typing import Any
@@ -17,9 +19,11 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves, tree_map
 
 from anycostfl.coupling.result import Coupling
 from anycostfl.coupling.tracer import evaluation
+from anycostfl.data.samples import Tree, call
 from anycostfl.errors import CalibrationError, ShapeMismatchError, TraceError, UnknownNameError
 from anycostfl.shrink.cut import Order, permute, permute_in_place, sorting_order
 from anycostfl.shrink.verify import verified_spec
@@ -52,14 +56,17 @@ class ElasticModel:
     since `module.to(...)` replaces buffers.
     """
 
-    def __init__(self, module: nn.Module, *example_inputs: Any, rule: str = "sqrt") -> None:
+    def __init__(
+        self, module: nn.Module, *example_inputs: Any, rule: str = "sqrt", **named_inputs: Any
+    ) -> None:
         if rule not in RULES:
             raise UnknownNameError(f"no width rule {rule!r}; there are {', '.join(RULES)}")
-        if not example_inputs:
+        inputs = _by_position(module, example_inputs, named_inputs)
+        if not inputs:
             raise TraceError("an example input is needed: ElasticModel(module, torch.randn(2, …))")
         self.module = module
         self.rule = rule
-        self._spec = verified_spec(module, [_at_least_two(x) for x in example_inputs])
+        self._spec = verified_spec(module, tree_map(_at_least_two, inputs))
         self.coupling: Coupling = self._spec.coupling
         self.tied_widths: Ties = self._spec.ties
         self._shapes = {name: tuple(tensor.shape) for name, tensor in tensors_of(module).items()}
@@ -182,6 +189,22 @@ def _input_blocks(coupling: Coupling, shapes: Shapes) -> dict[str, int]:
     }
 
 
+def _by_position(module: nn.Module, inputs: Sequence[Any], named: Mapping[str, Any]) -> list[Any]:
+    """The example inputs as the module's forward takes them by position."""
+    if not named:
+        return list(inputs)
+    try:
+        bound = inspect.signature(module.forward).bind(*inputs, **named)
+    except TypeError as error:
+        raise TraceError(f"the model does not take these inputs: {error}") from error
+    if bound.kwargs:
+        raise TraceError(f"{', '.join(bound.kwargs)}: must be inputs that have a position")
+    given = len(bound.arguments)
+    bound.apply_defaults()  # of inputs between those that are given
+    last = max(i for i, name in enumerate(bound.arguments) if name in named or i < len(inputs))
+    return list(bound.args[: max(last + 1, given)])
+
+
 def _at_least_two(example: Any) -> Any:
     """Repeat a batch of one: a dimension of size one would hide structure."""
     if isinstance(example, Tensor) and example.dim() and example.shape[0] == 1:
@@ -191,10 +214,10 @@ def _at_least_two(example: Any) -> Any:
 
 # --- BatchNorm statistics ---------------------------------------------------------------------
 
-RECALIBRATION_IMAGES = 1024
+RECALIBRATION_SAMPLES = 1024
 
 
-def recalibrate(module: nn.Module, batches: Iterable[Tensor]) -> None:
+def recalibrate(module: nn.Module, batches: Iterable[Tree]) -> None:
     """Set every BatchNorm's running statistics to their average over these batches, in place."""
     norms = [
         m
@@ -211,7 +234,7 @@ def recalibrate(module: nn.Module, batches: Iterable[Tensor]) -> None:
         )
     with evaluation(module), _plain_average(norms):  # dropout stays off
         for batch in chain([first], remaining):
-            module(batch)
+            call(module, batch)
 
 
 @contextmanager
@@ -229,14 +252,19 @@ def _plain_average(norms: Sequence[nn.modules.batchnorm._BatchNorm]) -> Iterator
             norm.momentum = momentum
 
 
-def calibration_batches(images: Tensor) -> Iterator[Tensor]:
-    """The training images on which BatchNorm statistics are measured (docs/decisions/0003).
+def calibration_batches(inputs: Tree) -> Iterator[Tree]:
+    """The training samples on which BatchNorm statistics are measured (docs/decisions/0003).
 
-    They are drawn with a fixed seed: in a file sorted by class, the first images are all of one
+    They are drawn with a fixed seed: in a file sorted by class, the first samples are all of one
     class. A last batch of one is left out: it has no variance.
     """
-    order = torch.randperm(len(images), generator=torch.Generator().manual_seed(0))
-    batches = torch.split(order[:RECALIBRATION_IMAGES], 128)
+    count = len(tree_leaves(inputs)[0])
+    order = torch.randperm(count, generator=torch.Generator().manual_seed(0))
+    batches = torch.split(order[:RECALIBRATION_SAMPLES], 128)
     for batch in batches:
         if len(batch) > 1 or len(batches) == 1:
-            yield images[batch.to(images.device)]
+            yield tree_map(partial(_pick, batch), inputs)
+
+
+def _pick(index: Tensor, leaf: Tensor) -> Tensor:
+    return leaf[index.to(leaf.device)]

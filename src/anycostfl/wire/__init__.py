@@ -6,6 +6,5 @@ evaluate → evaluation   the whole model; the number of correct predictions on 
 rejection               you cannot take part, and why
 
 envelope   tables and arrays, read with care
-protocol   which versions understand each other
-messages   the messages above
+messages   the messages above, and which versions understand each other
 """

@@ -8,16 +8,18 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from dataclasses import dataclass, field, fields
+from typing import Any, TypeVar, get_type_hints
 
 import torch
 from torch import Tensor
 
+from anycostfl.checks import rule_problems
 from anycostfl.errors import AnycostError
 from anycostfl.state import State
 
 Scalar = TypeVar("Scalar", int, float, str, bytes, bool)
+Record = TypeVar("Record")
 
 TENSOR = "anycostfl/tensor"
 Table = Mapping[str, Any]
@@ -61,9 +63,38 @@ class Envelope:
             raise MessageError(f"a message without {kind}")
         return blob.data
 
-    def state(self, record: str) -> dict[str, Tensor]:
-        """Named tensors as `blobs_of` made them; none if there is no such record."""
-        return {name: _as_tensor(blob) for name, blob in self.arrays.get(record, {}).items()}
+    def state(self, record: str, prefix: str = "") -> dict[str, Tensor]:
+        """Named tensors as `blobs_of` made them; none if there is no such record.
+
+        With a prefix, those whose names begin with it, without it.
+        """
+        return {
+            name.removeprefix(prefix): _as_tensor(blob)
+            for name, blob in self.arrays.get(record, {}).items()
+            if name.startswith(prefix)
+        }
+
+
+def table_of(record: Any, *without: str) -> dict[str, Any]:
+    """The fields of a dataclass that are set, as a table holds them, without some."""
+    known = {item.name: getattr(record, item.name) for item in fields(record)}
+    return {
+        name: list(value) if isinstance(value, tuple) else value
+        for name, value in known.items()
+        if value is not None and name not in without
+    }
+
+
+def read_record(kind: type[Record], table: Table, **known: Any) -> Record:
+    """A dataclass from a table: what is not known must have exactly its type, within its rules."""
+    read = {
+        name: value_of(table, name, hint)
+        for name, hint in get_type_hints(kind).items()
+        if name not in known
+    }
+    if problems := rule_problems(kind, read):
+        raise MessageError("; ".join(problems))
+    return kind(**read, **known)
 
 
 def value_of(table: Table, key: str, kind: type[Scalar]) -> Scalar:
@@ -89,15 +120,12 @@ def bytes_blob(data: bytes, kind: str) -> Blob:
 
 def blobs_of(state: State) -> dict[str, Blob]:
     """Named tensors, one array each."""
-    return {
-        name: Blob(
-            TENSOR,
-            raw_bytes(tensor),
-            str(tensor.dtype).removeprefix("torch."),
-            tuple(tensor.shape),
-        )
-        for name, tensor in state.items()
-    }
+    return {name: _as_blob(tensor) for name, tensor in state.items()}
+
+
+def _as_blob(tensor: Tensor) -> Blob:
+    kind = str(tensor.dtype).removeprefix("torch.")
+    return Blob(TENSOR, raw_bytes(tensor), kind, tuple(tensor.shape))
 
 
 def raw_bytes(tensor: Tensor) -> bytes:

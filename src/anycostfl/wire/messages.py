@@ -1,20 +1,31 @@
-"""The messages between server and device: what each side must know, and nothing else."""
+"""The messages between server and device: what each side must know, and nothing else.
+
+Every message carries the protocol of its sender and the oldest one that the sender still
+understands. A new key that others may ignore changes neither; anything else raises `PROTOCOL`, and
+`OLDEST` too where messages of before can no longer be served.
+
+    1   the server's whole configuration as TOML; messages carried no version
+    2   images and labels; `scale` in the experiment
+    3   tasks of any kind; what samples are prepared by, learning rates of rounds, sums of metrics
+"""
 
 from __future__ import annotations
 
+import hashlib
 import math
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, fields
-from typing import Any, TypeVar
+from dataclasses import dataclass, field, fields
+from typing import Annotated, Any
 
+import safetensors.torch
 import torch
+from safetensors import SafetensorError
 from torch import Tensor
 
-from anycostfl.checks import Interval
+from anycostfl.checks import AtLeastZero, Count, Interval, Positive
 from anycostfl.codec import Upload
-from anycostfl.config import Data
 from anycostfl.config.loading import checked
-from anycostfl.data import Scale
+from anycostfl.data.split import Data
 from anycostfl.device import Training
 from anycostfl.errors import AnycostError, ConfigError
 from anycostfl.experiment import Experiment
@@ -22,7 +33,7 @@ from anycostfl.planning.cost import Devices, make_devices
 from anycostfl.planning.draw import FleetSpec
 from anycostfl.server.downlink import Step
 from anycostfl.shrink import ElasticModel, WidthPlan
-from anycostfl.state import State
+from anycostfl.state import State, tensors_of
 from anycostfl.wire.envelope import (
     Envelope,
     MessageError,
@@ -31,20 +42,43 @@ from anycostfl.wire.envelope import (
     bytes_blob,
     list_of,
     raw_bytes,
+    read_record,
+    table_of,
     tensor_of,
     value_of,
 )
-from anycostfl.wire.protocol import check_protocol, protocol_envelope
 
-Record = TypeVar("Record")
-
+PROTOCOL = 3
+OLDEST = 3
 LONGEST_S = 1e9  # that a task may have taken
 PAYLOAD, WEIGHTS = "anycostfl/payload", "anycostfl/weights"
-TOO_OLD = "the server speaks protocol 2, this device 1: upgrade anycostfl on this device"
+MOST_SUMS = 1 << 20  # numbers that a device may say of its samples
+TOO_OLD = "the server speaks protocol 3, this device 1: upgrade anycostfl on this device"
 
 
 class DeviceRejectedError(AnycostError):
     """The server does not take this device; says why."""
+
+
+def protocol_envelope() -> Envelope:
+    """What every message says of its sender."""
+    return Envelope({"protocol": {"version": PROTOCOL, "oldest": OLDEST}})
+
+
+def check_protocol(envelope: Envelope, *, peer: str, me: str) -> None:
+    """Raise a MessageError that says which side to upgrade, if the two do not fit."""
+    table = envelope.tables.get("protocol", {"version": 1, "oldest": 1})
+    version, oldest = value_of(table, "version", int), value_of(table, "oldest", int)
+    if version < OLDEST:
+        raise MessageError(
+            f"the {peer} speaks protocol {version}, this {me} needs {OLDEST} or newer: upgrade "
+            f"anycostfl on the {peer}"
+        )
+    if oldest > PROTOCOL:
+        raise MessageError(
+            f"the {peer} needs protocol {oldest} or newer, this {me} speaks {PROTOCOL}: upgrade "
+            f"anycostfl on this {me}"
+        )
 
 
 # --- the experiment and the round -----------------------------------------------------------------
@@ -56,7 +90,6 @@ class ExperimentInfo:
 
     `fleet`, `data` and the seed are for devices that act as a member of the simulated fleet or
     train on their part of a common dataset; a device with its own profile and data needs neither.
-    `scale` is what images are normalised by.
     """
 
     fingerprint: str
@@ -65,12 +98,12 @@ class ExperimentInfo:
     method: str
     feedback: bool
     downlink: bool
-    seed: int
-    epochs: int
+    seed: Annotated[int, AtLeastZero]
+    epochs: Count
     training: Training
     fleet: FleetSpec
     data: Data
-    scale: Scale | None = None
+    fitted: bytes = b""  # what samples are prepared by (safetensors); empty as long as unknown
 
     @classmethod
     def of(cls, experiment: Experiment) -> ExperimentInfo:
@@ -88,8 +121,28 @@ class ExperimentInfo:
             training=config.training,
             fleet=config.fleet,
             data=config.data,
-            scale=experiment.scale,
+            fitted=pack_fitted(experiment.fitted),
         )
+
+    def prepared_by(self) -> State:
+        """What samples are prepared by; nothing as long as the server does not know it."""
+        try:
+            fitted = safetensors.torch.load(self.fitted) if self.fitted else {}
+            is_finite = all(tensor.isfinite().all() for tensor in fitted.values())
+        except (SafetensorError, ValueError, KeyError, RuntimeError) as error:
+            raise MessageError(f"what samples are prepared by cannot be read: {error}") from error
+        if not is_finite:
+            raise MessageError("what samples are prepared by is not finite")
+        return fitted
+
+
+def pack_fitted(fitted: State) -> bytes:
+    """What samples are prepared by, as bytes."""
+    return safetensors.torch.save(dict(fitted)) if fitted else b""
+
+
+SECTIONS: Mapping[str, type[Any]] = {"training": Training, "fleet": FleetSpec, "data": Data}
+"""Fields that are tables of their own."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,11 +155,8 @@ class RoundInfo:
     def pack(self) -> Envelope:
         """As an envelope; devices of protocol 1 read a rejection in it."""
         told = self.experiment
-        plain = ("fingerprint", "model", "widths", "method", "feedback", "downlink", "seed")
-        table = {name: getattr(told, name) for name in (*plain, "epochs")}
-        if told.scale:
-            table |= {"mean": list(told.scale.mean), "std": list(told.scale.std)}
-        sections = {name: _plain(getattr(told, name)) for name in ("training", "fleet", "data")}
+        table = table_of(told, *SECTIONS)
+        sections = {name: table_of(getattr(told, name)) for name in SECTIONS}
         rejection = {"refusal": {"why": TOO_OLD}}
         tables = {"experiment": table, "round": {"number": self.round}, **sections, **rejection}
         return protocol_envelope() | Envelope(tables)
@@ -115,53 +165,22 @@ class RoundInfo:
 def read_info(envelope: Envelope) -> RoundInfo:
     """The experiment and round in a message, unless it is a rejection."""
     if rejection := envelope.tables.get("rejection"):
-        raise DeviceRejectedError(
-            f"the server rejects this device: {value_of(rejection, 'why', str)}"
-        )
+        why = value_of(rejection, "why", str)
+        raise DeviceRejectedError(f"the server rejects this device: {why}")
     check_protocol(envelope, peer="server", me="device")
     table = envelope.table("experiment")
-    told = ExperimentInfo(
-        fingerprint=value_of(table, "fingerprint", str),
-        model=value_of(table, "model", str),
-        widths=value_of(table, "widths", str),
-        method=value_of(table, "method", str),
-        feedback=value_of(table, "feedback", bool),
-        downlink=value_of(table, "downlink", bool),
-        seed=value_of(table, "seed", int),
-        epochs=value_of(table, "epochs", int),
-        training=_section(Training, envelope.table("training")),
-        fleet=_section(FleetSpec, envelope.table("fleet")),
-        data=_section(Data, envelope.table("data")),
-        scale=_read_scale(table),
-    )
-    if told.seed < 0 or told.epochs < 1:
-        raise MessageError(f"seed {told.seed} and {told.epochs} epochs; must be >= 0 and >= 1")
+    sections = {name: _section(kind, envelope.table(name)) for name, kind in SECTIONS.items()}
+    told = read_record(ExperimentInfo, table, **sections)
     return RoundInfo(told, value_of(envelope.table("round"), "number", int))
 
 
-def _plain(record: Any) -> dict[str, Any]:
-    """The fields of a dataclass that are set, as a table can hold them."""
-    known = {key: value for key, value in asdict(record).items() if value is not None}
-    return {key: list(v) if isinstance(v, tuple) else v for key, v in known.items()}
-
-
-def _section(kind: type[Record], table: Table) -> Record:
+def _section(kind: type[Any], table: Mapping[str, Any]) -> Any:
     """A dataclass from a table; keys that only a newer server knows are ignored."""
-    names = {item.name for item in fields(kind)}  # type: ignore[arg-type]  # always a dataclass
+    known = {item.name: table[item.name] for item in fields(kind) if item.name in table}
     try:
-        return checked(kind, {k: v for k, v in table.items() if k in names}, "the server", [])
+        return checked(kind, known, "the server", [])
     except ConfigError as error:
         raise MessageError(str(error)) from error
-
-
-def _read_scale(table: Table) -> Scale | None:
-    if "mean" not in table and "std" not in table:
-        return None
-    mean, std = list_of(table, "mean", float), list_of(table, "std", float)
-    finite = all(map(math.isfinite, (*mean, *std)))
-    if not finite or not mean or len(mean) != len(std) or min(std) <= 0:
-        raise MessageError(f"a scale of mean {mean} and std {std}")
-    return Scale(tuple(mean), tuple(std))
 
 
 def pack_rejection(why: str) -> Envelope:
@@ -176,26 +195,23 @@ def pack_rejection(why: str) -> Envelope:
 class Capabilities:
     """Which device this is and what it can spend in a round: one row of `Devices`.
 
-    `model_digest` identifies the public model that it holds, if any (`flower.broadcast`).
+    `sums` are of its samples (`data.prepare`), as long as the server does not know all of them.
     """
 
     device: int
     round: int
     distance_m: float
     resources: Devices
-    model_digest: bytes = b""
+    model_digest: bytes = b""  # of the public model that it holds, if any
+    sums: State = field(default_factory=dict)
 
     def pack(self) -> Envelope:
         """As an envelope."""
         row = {item.name: float(getattr(self.resources, item.name)[0]) for item in fields(Devices)}
-        table = {
-            "device": self.device,
-            "round": self.round,
-            "distance_m": self.distance_m,
-            "model_digest": self.model_digest,
-            **row,
-        }
-        return protocol_envelope() | Envelope({"capabilities": table})
+        table = table_of(self, "resources", "sums") | row
+        return protocol_envelope() | Envelope(
+            {"capabilities": table}, {"sums": blobs_of(self.sums)}
+        )
 
 
 QUANTITY = Interval(1e-30, 1e18)
@@ -216,13 +232,18 @@ def read_capabilities(envelope: Envelope) -> Capabilities:
         resources = make_devices(**row)
     except ConfigError as error:
         raise MessageError(f"impossible capabilities: {'; '.join(error.problems)}") from error
-    return Capabilities(
-        device=value_of(table, "device", int),
-        round=value_of(table, "round", int),
-        distance_m=_quantity(table, "distance_m"),
-        resources=resources,
-        model_digest=value_of(table, "model_digest", bytes),
-    )
+    distance_m = _quantity(table, "distance_m")
+    sums = _read_sums(envelope)
+    return read_record(Capabilities, table, distance_m=distance_m, resources=resources, sums=sums)
+
+
+def _read_sums(envelope: Envelope) -> State:
+    """The sums in a message: finite numbers, and not too many."""
+    sums = envelope.state("sums")
+    fine = all(s.dtype is torch.float64 and s.isfinite().all() for s in sums.values())
+    if not fine or sum(s.numel() for s in sums.values()) > MOST_SUMS:
+        raise MessageError("sums that are not finite numbers, or too many of them")
+    return sums
 
 
 def _quantity(table: Table, name: str) -> float:
@@ -237,14 +258,11 @@ def _quantity(table: Table, name: str) -> float:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Download:
-    """What brings a device's public model up to date: the whole of it, or the steps it missed.
-
-    `base` identifies the public model that the steps start from.
-    """
+    """What brings a device's public model up to date: the whole of it, or the steps it missed."""
 
     whole: State = field(default_factory=dict)
     steps: tuple[Step, ...] = ()
-    base: bytes = b""
+    base: bytes = b""  # the digest of the public model that the steps start from
 
     @property
     def size(self) -> int:
@@ -266,26 +284,65 @@ class Download:
 def read_download(envelope: Envelope) -> Download:
     """The download in a message."""
     table = envelope.table("download")
-    places = {
-        name: order for name, order in envelope.arrays.get("steps", {}).items() if "/order/" in name
-    }
-    orders = Envelope({}, {"orders": places}).state("orders")
     steps = []
     for i, number in enumerate(list_of(table, "rounds", int)):
-        begin = f"{i}/order/"
-        order = {n.removeprefix(begin): o.long() for n, o in orders.items() if n.startswith(begin)}
-        payload = envelope.bytes_of("steps", f"{i}/payload", PAYLOAD)
-        steps.append(Step(number, order, payload))
+        places = envelope.state("steps", f"{i}/order/")
+        order = {name: place.long() for name, place in places.items()}
+        steps.append(Step(number, order, envelope.bytes_of("steps", f"{i}/payload", PAYLOAD)))
     return Download(envelope.state("public"), tuple(steps), value_of(table, "base", bytes))
 
 
+def model_digest(public: State) -> bytes:
+    """A digest of a public model; empty without one."""
+    digest = hashlib.blake2s(digest_size=16)
+    for name in sorted(public):
+        digest.update(name.encode())
+        digest.update(raw_bytes(public[name]))
+    return digest.digest() if public else b""
+
+
+class Chain:
+    """The public model, and the steps that led to it: what each device has missed of the downlink.
+
+    A device identifies its public model by a digest, not by a round's number: after a server went
+    back to a checkpoint, a round of the same number may have another public model. Steps live in
+    memory only; a device that holds something else is sent the whole model. Steps come with the
+    digest of what they start from, for a device may have been restarted since: it then fails its
+    task, and its next message says what it holds now.
+    """
+
+    def __init__(self, public: State) -> None:
+        self._public = public
+        self._digests = [model_digest(public)]  # before the first step, then after each
+        self._steps: list[Step] = []
+
+    def add(self, step: Step, public: State) -> None:
+        """Add a step; steps that would take more than the whole model are dropped."""
+        self._public = public
+        self._steps.append(step)
+        self._digests.append(model_digest(public))
+        while len(self._steps) > 1 and sum(s.size for s in self._steps) >= self._whole():
+            del self._steps[0], self._digests[0]
+
+    def since(self, digest: bytes) -> Download:
+        """What brings a device up to date that holds the public model of this digest."""
+        if digest and digest in self._digests:
+            ago = self._digests[::-1].index(digest)  # a step may change nothing: the latest counts
+            missed = tuple(self._steps[len(self._steps) - ago :])
+            if sum(step.size for step in missed) < self._whole():
+                return Download(steps=missed, base=digest)
+        return Download(whole=self._public)
+
+    def _whole(self) -> int:
+        return Download(whole=self._public).size
+
+
 @dataclass(frozen=True, slots=True, eq=False)
-class Task:
+class TrainTask:
     """What one device has to do in a round.
 
-    Its sub-model comes as `weights`, or is cut from the public model that the `download` brings up
-    to date. `moved` says how the global channels have moved since the first round, in whose order a
-    device keeps its residual; empty where that does not matter.
+    `moved` says how the global channels have moved since the first round, in whose order a device
+    keeps its residual; empty where that does not matter.
     """
 
     info: RoundInfo
@@ -294,9 +351,10 @@ class Task:
     widths: Mapping[str, int]
     upload: Upload
     seed: int
-    weights: bytes
+    learning_rate: Positive
+    weights: bytes  # its sub-model, unless that is cut from the public model
     moved: State
-    download: Download = field(default_factory=Download)
+    download: Download = field(default_factory=Download)  # brings the public model up to date
 
     @property
     def size(self) -> int:
@@ -311,6 +369,7 @@ class Task:
             "groups": list(self.widths),
             "widths": list(self.widths.values()),
             "seed": self.seed,
+            "learning_rate": self.learning_rate,
             "beta": self.upload.beta,
             "upload_seed": self.upload.seed,
             "binding": self.upload.binding,
@@ -323,25 +382,19 @@ class Task:
         return self.info.pack() | Envelope({"task": table}, arrays) | self.download.pack()
 
 
-def read_task(envelope: Envelope) -> Task:
+def read_task(envelope: Envelope) -> TrainTask:
     """The task in a message."""
     info = read_info(envelope)
     table = envelope.table("task")
     groups, widths = list_of(table, "groups", str), list_of(table, "widths", int)
     if len(groups) != len(widths):
         raise MessageError("a task without one width for every group")
-    return Task(
+    return read_record(
+        TrainTask,
+        table,
         info=info,
-        device=value_of(table, "device", int),
-        alpha=value_of(table, "alpha", float),
         widths=dict(zip(groups, widths, strict=True)),
-        upload=Upload(
-            beta=value_of(table, "beta", float),
-            seed=value_of(table, "upload_seed", int),
-            binding=value_of(table, "binding", bytes),
-            codec=value_of(table, "codec", str),
-        ),
-        seed=value_of(table, "seed", int),
+        upload=read_record(Upload, {**table, "seed": table.get("upload_seed")}, blocks={}),
         weights=envelope.bytes_of("weights", "weights", WEIGHTS),
         moved=envelope.state("moved"),
         download=read_download(envelope),
@@ -350,37 +403,24 @@ def read_task(envelope: Envelope) -> Task:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Result:
-    """What a device made of its task.
-
-    `error` says why there is no payload; `busy_s` is how long it worked; `next` is what it can
-    spend in the next round.
-    """
+    """What a device made of its task."""
 
     payload: bytes
-    error: str
-    busy_s: float
-    next: Capabilities
+    error: str  # why there is no payload
+    busy_s: Annotated[float, Interval(0.0, LONGEST_S)]  # how long it worked
+    next: Capabilities  # what it can spend in the next round
 
     def pack(self) -> Envelope:
         """As an envelope."""
-        table = {"error": self.error, "busy_s": self.busy_s}
         arrays = {"payload": {"payload": bytes_blob(self.payload, PAYLOAD)}}
-        return self.next.pack() | Envelope({"result": table}, arrays)
+        return self.next.pack() | Envelope({"result": table_of(self, "payload", "next")}, arrays)
 
 
 def read_result(envelope: Envelope) -> Result:
     """The result in a message."""
     capabilities = read_capabilities(envelope)
-    table = envelope.table("result")
-    busy_s = value_of(table, "busy_s", float)
-    if not 0 <= busy_s <= LONGEST_S:
-        raise MessageError(f"busy_s: given {busy_s:g}, must be 0 to {LONGEST_S:g}")
-    return Result(
-        payload=envelope.bytes_of("payload", "payload", PAYLOAD),
-        error=value_of(table, "error", str),
-        busy_s=busy_s,
-        next=capabilities,
-    )
+    payload = envelope.bytes_of("payload", "payload", PAYLOAD)
+    return read_record(Result, envelope.table("result"), payload=payload, next=capabilities)
 
 
 # --- evaluation on devices ------------------------------------------------------------------------
@@ -405,25 +445,27 @@ def read_evaluate_task(envelope: Envelope) -> EvaluateTask:
 
 @dataclass(frozen=True, slots=True)
 class Evaluation:
-    """The number of correct predictions among a device's test samples; sums over devices add up."""
+    """The sums of every metric over a device's test samples; they add up over devices."""
 
-    correct: int
-    samples: int
+    samples: Annotated[int, QUANTITIES["samples"]]
+    sums: tuple[Tensor, ...]  # one vector for each metric
 
     def pack(self) -> Envelope:
         """As an envelope."""
-        table = {"correct": self.correct, "samples": self.samples}
-        return protocol_envelope() | Envelope({"evaluation": table})
+        table = {"samples": self.samples, "metrics": len(self.sums)}
+        sums = {str(i): vector for i, vector in enumerate(self.sums)}
+        return protocol_envelope() | Envelope({"evaluation": table}, {"sums": blobs_of(sums)})
 
 
 def read_evaluation(envelope: Envelope) -> Evaluation:
     """The evaluation in a message, if its numbers are possible."""
     check_protocol(envelope, peer="device", me="server")
-    table = envelope.table("evaluation")
-    correct, samples = value_of(table, "correct", int), value_of(table, "samples", int)
-    if not 0 <= correct <= samples <= QUANTITIES["samples"].high:
-        raise MessageError(f"{correct} correct predictions among {samples} samples")
-    return Evaluation(correct, samples)
+    sums, table = _read_sums(envelope), envelope.table("evaluation")
+    is_whole = 0 < len(sums) == value_of(table, "metrics", int)
+    names = [str(i) for i in range(len(sums))]
+    if not is_whole or names != list(sums) or any(vector.dim() != 1 for vector in sums.values()):
+        raise MessageError("an evaluation without one vector of sums for every metric")
+    return read_record(Evaluation, table, sums=tuple(sums.values()))
 
 
 # --- sub-models as bytes --------------------------------------------------------------------------
@@ -435,11 +477,9 @@ def pack_weights(net: ElasticModel, state: State, plan: WidthPlan) -> bytes:
     return b"".join(raw_bytes(parts[name]) for name in net.own_names())
 
 
-def unpack_weights(
-    net: ElasticModel, like: State, plan: WidthPlan, weights: bytes
-) -> dict[str, Tensor]:
-    """The tensors of a sub-model; `like` gives the types."""
-    names = net.own_names()
+def unpack_weights(net: ElasticModel, plan: WidthPlan, weights: bytes) -> dict[str, Tensor]:
+    """The tensors of a sub-model."""
+    names, like = net.own_names(), tensors_of(net.module)
     sizes = [math.prod(plan.shapes[n]) * like[n].element_size() for n in names]
     if len(weights) != sum(sizes):
         raise MessageError(

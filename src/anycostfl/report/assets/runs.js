@@ -14,7 +14,7 @@ function readRun(data) {
   const index = new Map(devices.device.map((device, i) => [`${roundOf[i]}/${device}`, i]));
   const seconds = rounds.compute_s.map((value, i) => value + rounds.upload_s[i]);
   const joules = rounds.compute_j.map((value, i) => value + rounds.upload_j[i]);
-  const evaluated = rounds.accuracy.flatMap((value, round) => (value === null ? [] : [round]));
+  const evaluated = rounds.metric.flatMap((value, round) => (value === null ? [] : [round]));
   const run = {
     ...data,
     length,
@@ -32,7 +32,7 @@ function readRun(data) {
     isRefused: (i) => kinds[devices.status[i]] === 2,
     statusOf: (i) => statuses[devices.status[i]],
     entryAt: (round, device) => index.get(`${round}/${device}`),
-    timeShare: (i) => (data.latency_s ? devices.latency_s[i] / data.latency_s : null),
+    timeShare: (i) => devices.time_share[i],
     energyOf: (i) => devices.compute_j[i] + devices.upload_j[i],
     bindWords: (mask) => listed(data.binds.filter((_, bit) => mask & (1 << bit))) || "nothing",
   };
@@ -72,14 +72,27 @@ function bindKinds(run) {
     .map(([mask, times]) => ({ mask, times, words: run.bindWords(mask) }));
 }
 
-/** The first round whose accuracy reaches a target, or null. */
+/** The first round whose metric reaches a target, or null. */
 function reaches(run, target) {
-  const round = run.evaluated.find((r) => run.rounds.accuracy[r] >= target);
-  return round ?? null;
+  if (target === null) return null;
+  const isEnough = run.metric.higher_is_better ? (value) => value >= target : (value) => value <= target;
+  return run.evaluated.find((r) => isEnough(run.rounds.metric[r])) ?? null;
 }
 
-const finalAccuracy = (run) => (run.evaluated.length ? run.rounds.accuracy[run.evaluated.at(-1)] : null);
-const bestAccuracy = (run) => (run.evaluated.length ? Math.max(...run.evaluated.map((r) => run.rounds.accuracy[r])) : null);
+/** The best of some values of a metric, or null. */
+const bestOf = (metric, values) => (values.length ? Math[metric.higher_is_better ? "max" : "min"](...values) : null);
+
+const finalValue = (run) => (run.evaluated.length ? run.rounds.metric[run.evaluated.at(-1)] : null);
+const bestValue = (run) => bestOf(run.metric, run.evaluated.map((r) => run.rounds.metric[r]));
+
+/** A value of a metric with its unit; shares have decimals, other numbers significant digits. */
+function shown(metric, value, decimals = 2) {
+  if (!isNumber(value)) return "–";
+  const figure = metric.factor * value;
+  return `${metric.unit === "%" ? figure.toFixed(decimals) : number(figure, 4)} ${metric.unit}`.trim();
+}
+
+const capital = (text) => text.charAt(0).toUpperCase() + text.slice(1);
 
 /** The mean of a column over the entries that took part. */
 function meanOver(entries, column) {

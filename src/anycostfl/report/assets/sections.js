@@ -32,10 +32,13 @@ function overviewSection() {
 function tiles(run) {
   const entries = run.indices.filter(run.isOk);
   const hit = reaches(run, run.target);
+  const goal = shown(run.metric, run.target, 0);
+  const others = Object.entries(run.others).map(([name, value]) =>
+    `${name} ${name.startsWith(run.metric.name) ? shown(run.metric, value, 1) : number(value, 4)}`);
   const down = sum(run.rounds.bytes_down);
   const facts = [
-    ["Accuracy", percent(finalAccuracy(run)), `best ${percent(bestAccuracy(run))}`],
-    ["Rounds", count(run.length), hit === null ? `${percent(run.target, 0)} not reached` : `${percent(run.target, 0)} after ${hit + 1}`],
+    [capital(run.metric.name), shown(run.metric, finalValue(run), 1), [`best ${shown(run.metric, bestValue(run), 1)}`, ...others].join(", ")],
+    ["Rounds", count(run.length), run.target === null ? "" : hit === null ? `${goal} not reached` : `${goal} after ${hit + 1}`],
     ["Simulated time", amount("seconds", run.spent.seconds.at(-1) ?? 0), run.wall_s === null ? "" : `computed in ${amount("seconds", run.wall_s)}`],
     ["Energy of all devices", amount("joules", run.spent.joules.at(-1) ?? 0), `${amount("joules", (run.spent.joules.at(-1) ?? 0) / Math.max(entries.length, 1))} per device and round`],
     ["Uploaded", amount("bytes", run.spent.bytes.at(-1) ?? 0), `${amount("bytes", down)} downloaded`],
@@ -47,34 +50,35 @@ function tiles(run) {
 }
 
 function compareRuns(runs) {
-  const finals = runs.map(finalAccuracy);
-  const best = Math.max(...finals.map((value) => value ?? -1));
+  const [{ metric }] = runs;
+  const finals = runs.map(finalValue);
+  const best = bestOf(metric, finals.filter(isNumber));
   const rows = runs.map((run, k) => {
-    const accuracy = make("span", finals[k] === best ? { class: "best" } : {}, percent(finals[k], 2));
+    const value = make("span", finals[k] === best ? { class: "best" } : {}, shown(metric, finals[k]));
     const name = make("span", {}, chip(hue(k)), run.name);
-    return [name, run.summary.method, count(run.length), accuracy, percent(bestAccuracy(run), 2),
+    return [name, run.summary.method, count(run.length), value, shown(metric, bestValue(run)),
       amount("seconds", run.spent.seconds.at(-1) ?? 0), amount("joules", run.spent.joules.at(-1) ?? 0),
       amount("bytes", run.spent.bytes.at(-1) ?? 0), amount("bytes", sum(run.rounds.bytes_down)),
-      number(run.summary.mean_alpha), count(run.summary.devices_sat_out), count(run.summary.updates_refused), count(run.summary.devices_benched)];
+      number(run.summary.mean_alpha), count(run.summary.devices_infeasible), count(run.summary.updates_refused), count(run.summary.devices_suspended)];
   });
-  const columns = ["run", "method", "rounds", "final accuracy", "best", "simulated time", "energy",
-    "uploaded", "downloaded", "mean α", "sat out", "refused", "suspended"];
+  const columns = ["run", "method", "rounds", `final ${metric.name}`, "best", "simulated time", "energy",
+    "uploaded", "downloaded", "mean α", "infeasible", "refused", "suspended"];
   return make("div", { class: "card" }, table("The runs side by side", columns, rows, [1]));
 }
 
 const COSTS = [["round", "Rounds"], ["seconds", "Simulated time"], ["joules", "Energy"], ["bytes", "Uploaded bytes"]];
 
-function accuracySection() {
-  const element = section("accuracy", "Accuracy", "Of the global model on the test images, over what it took to get there.");
+function metricSection() {
+  const element = section("metric", "How good it is", "The global model on the test samples, over what it took to get there.");
   let cost = "round";
   let latest = null;
-  const bar = make("div", { class: "bar" }, choice("Accuracy over", COSTS, cost, (value) => { cost = value; show(latest); }));
+  const bar = make("div", { class: "bar" }, choice("Over", COSTS, cost, (value) => { cost = value; show(latest); }));
   element.append(bar);
-  const view = figure(element, "", "Accuracy chart. Left and right arrows read it out.");
+  const view = figure(element, "", "Chart of the metric. Left and right arrows read it out.");
   const reach = costToReach(element);
   function show(state) {
     latest = state;
-    drawAccuracy(view, state.runs, cost);
+    drawMetric(view, state.runs, cost);
     const entries = state.runs.map((run, k) => [hue(k), run.name]);
     view.key.replaceChildren(...(state.runs.length > 1 ? [legend(entries)] : []));
     reach(state);
@@ -82,11 +86,12 @@ function accuracySection() {
   return show;
 }
 
-function drawAccuracy(view, runs, cost) {
+function drawMetric(view, runs, cost) {
+  const [{ metric }] = runs;
   const [unit, size] = unitFor(cost, Math.max(...runs.map((run) => run.spent[cost].at(-1) ?? 0)));
   const parts = runs.map((run) => [
     run.evaluated.map((r) => run.spent[cost][r] / size),
-    run.evaluated.map((r) => 100 * run.rounds.accuracy[r]),
+    run.evaluated.map((r) => metric.factor * run.rounds.metric[r]),
   ]);
   const data = uPlot.join(parts);
   const label = COSTS.find(([name]) => name === cost)[1].toLowerCase() + (unit ? `, ${unit}` : "");
@@ -95,40 +100,47 @@ function drawAccuracy(view, runs, cost) {
     data,
     series: runs.map((_, k) => line(hue(k), k >= HUES.length ? { dash: [8, 4] } : {})),
     x: { label },
-    y: { values: (_, ticks) => ticks.map((v) => `${v} %`) },
+    y: { label: capital(metric.name), values: (_, ticks) => ticks.map((v) => `${v} ${metric.unit}`.trim()) },
     height: 340,
     marks: targets(runs),
     describe: (i) => `${cost === "round" ? "After round" : "At"} ${[number(data[0][i], 4), unit].join(" ").trim()}: `
-      + values(i).map(([name, v]) => `${runs.length > 1 ? `${name} ` : ""}${v.toFixed(2)} %`).join(", "),
-    tabulate: () => accuracyTable(runs),
+      + values(i).map(([name, v]) => `${runs.length > 1 ? `${name} ` : ""}${shown(metric, v / metric.factor)}`).join(", "),
+    tabulate: () => metricTable(runs),
   });
 }
 
 /** The targets of the runs, each once. */
 function targets(runs) {
-  return [...new Set(runs.map((run) => run.target))].filter((t) => t < 1).map((t) => [100 * t, `target ${percent(t, 0)}`]);
+  const [{ metric }] = runs;
+  return [...new Set(runs.map((run) => run.target))].filter(isNumber).map((t) => [metric.factor * t, `target ${shown(metric, t, 0)}`]);
 }
 
-function accuracyTable(runs) {
+function metricTable(runs) {
+  const [{ metric }] = runs;
   const rows = runs.flatMap((run) => run.evaluated.map((r) => [
-    ...(runs.length > 1 ? [run.name] : []), String(r + 1), percent(run.rounds.accuracy[r], 2),
+    ...(runs.length > 1 ? [run.name] : []), String(r + 1), shown(metric, run.rounds.metric[r]),
     amount("seconds", run.spent.seconds[r], 4), amount("joules", run.spent.joules[r], 4), amount("bytes", run.spent.bytes[r], 4),
   ]));
   const first = runs.length > 1 ? ["run", "after round"] : ["after round"];
-  return table("Accuracy and what had been spent", [...first, "accuracy", "simulated time", "energy", "uploaded"], rows);
+  return table(`${capital(metric.name)} and what had been spent`, [...first, metric.name, "simulated time", "energy", "uploaded"], rows);
 }
 
-/** What each run had spent when it first reached an accuracy of the reader's choice. */
+/** What each run had spent when it first reached a value of the reader's choice. */
 function costToReach(parent) {
-  const input = make("input", { type: "number", min: "0", max: "100", step: "0.5" });
+  const input = make("input", { type: "number", step: "any" });
+  const what = make("span");
+  const unit = make("span");
   const holder = make("div");
-  const ask = make("label", {}, "Cost to reach an accuracy of", input, "%");
+  const ask = make("label", {}, what, input, unit);
   parent.append(make("div", { class: "card" }, make("div", { class: "bar" }, ask), holder));
   let latest = null;
   const show = (state) => {
     latest = state;
-    if (!input.value) input.value = number(100 * commonTarget(state.runs));
-    const target = Number(input.value) / 100;
+    const [{ metric }] = state.runs;
+    what.textContent = `Cost to reach a ${metric.name} of`;
+    unit.textContent = metric.unit;
+    if (!input.value) input.value = number(metric.factor * commonTarget(state.runs));
+    const target = Number(input.value) / metric.factor;
     const rows = state.runs.map((run) => {
       const round = reaches(run, target);
       if (round === null) return [run.name, "not reached", "–", "–", "–"];
@@ -136,7 +148,7 @@ function costToReach(parent) {
         amount("joules", run.spent.joules[round]), amount("bytes", run.spent.bytes[round])];
     });
     const columns = ["run", "rounds", "simulated time", "energy", "uploaded"];
-    holder.replaceChildren(table(`The first round at ${number(100 * target)} % or more`, columns, rows));
+    holder.replaceChildren(table(`The first round at ${shown(metric, target)} or better`, columns, rows));
   };
   input.addEventListener("input", () => show(latest));
   return show;
@@ -144,9 +156,11 @@ function costToReach(parent) {
 
 /** The target of the first run; if nobody reached it, what everybody reached. */
 function commonTarget(runs) {
-  const [{ target }] = runs;
+  const [{ target, metric }] = runs;
   if (runs.some((run) => reaches(run, target) !== null)) return target;
-  return Math.floor(100 * Math.min(...runs.map((run) => bestAccuracy(run) ?? 0))) / 100;
+  const worst = metric.higher_is_better ? Math.min : Math.max;
+  const rounded = metric.higher_is_better ? Math.floor : Math.ceil;
+  return rounded(100 * worst(...runs.map((run) => bestValue(run) ?? 0))) / 100;
 }
 
 // --- who did what -----------------------------------------------------------------------------
@@ -390,20 +404,21 @@ function absentSection() {
 
 function widthsSection() {
   const element = section("widths", "Sub-models", "The trained model, cut to other widths.");
-  const view = figure(element, "Accuracy over width α", "Accuracy of sub-models over their width. Left and right arrows read it out.");
+  const view = figure(element, "Over width α", "The metric of sub-models over their width. Left and right arrows read it out.");
   return ({ runs }) => {
     const measured = runs.map((run, k) => ({ run, k })).filter(({ run }) => run.widths.length);
     element.hidden = !measured.length;
     byId("contents").querySelector('[href="#widths"]').hidden = element.hidden;
     if (element.hidden) return;
-    const data = uPlot.join(measured.map(({ run }) => [run.widths.map((w) => w.alpha), run.widths.map((w) => 100 * w.accuracy)]));
+    const [{ metric }] = runs;
+    const data = uPlot.join(measured.map(({ run }) => [run.widths.map((w) => w.alpha), run.widths.map((w) => metric.factor * w.metric)]));
     const named = runs.length > 1;
-    const words = ({ run }, value) => `${named ? `${run.name} ` : ""}${isNumber(value) ? `${value.toFixed(2)} %` : "–"}`;
+    const words = ({ run }, value) => `${named ? `${run.name} ` : ""}${shown(metric, isNumber(value) ? value / metric.factor : null)}`;
     draw(view, {
       data,
       series: measured.map(({ k }) => line(hue(k), { points: { show: true, size: 7 } })),
       x: { label: "width α" },
-      y: { values: (_, ticks) => ticks.map((v) => `${v} %`) },
+      y: { label: capital(metric.name), values: (_, ticks) => ticks.map((v) => `${v} ${metric.unit}`.trim()) },
       describe: (i) => `α ${number(data[0][i])}: ${measured.map((one, k) => words(one, data[k + 1][i])).join(", ")}`,
       tabulate: () => make("div", {}, ...measured.map(({ run }) => widthsTable(run, named))),
     });
@@ -413,8 +428,8 @@ function widthsSection() {
 
 function widthsTable(run, named) {
   const keys = Object.keys(run.widths[0]);
-  const cell = (key, value) => (key === "accuracy" ? percent(value, 2) : isNumber(value) ? number(value, 4) : String(value ?? "–"));
-  return table(named ? `Sub-models of ${run.name}` : "Measured sub-models", keys.map((key) => key.replaceAll("_", " ")),
+  const cell = (key, value) => (key === "metric" ? shown(run.metric, value) : isNumber(value) ? number(value, 4) : String(value ?? "–"));
+  return table(named ? `Sub-models of ${run.name}` : "Measured sub-models", keys.map((key) => (key === "metric" ? run.metric.name : key.replaceAll("_", " "))),
     run.widths.map((row) => keys.map((key) => cell(key, row[key]))));
 }
 

@@ -12,7 +12,7 @@ async function unpack() {
 }
 
 function build() {
-  const ofAll = [remarksSection(), overviewSection(), accuracySection()];
+  const ofAll = [remarksSection(), overviewSection(), metricSection()];
   ofAll.push(runChooser((chosen) => { state.chosen = chosen; show(); }));
   const ofOne = [whoSection(), strategySection(), boundSection(), whereSection(), absentSection(), devicesSection()];
   ofAll.push(widthsSection(), configSection());

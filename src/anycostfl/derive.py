@@ -1,0 +1,190 @@
+"""What a person leaves out, derived from a task and a model: fleet, budgets, how to train.
+
+The fleet is the demo's, scaled: budgets grow with the work of a round and with a device's own
+samples, and the radio with the size of an update. So widths differ from device to device as there,
+whatever the model.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import fields, replace
+from typing import Any
+
+import numpy as np
+import torch
+
+from anycostfl.config import Config, Model, Run, load_preset
+from anycostfl.data.samples import Dataset
+from anycostfl.data.split import Data
+from anycostfl.device import Training
+from anycostfl.errors import ConfigError
+from anycostfl.experiment import Experiment
+from anycostfl.metrics import Metric
+from anycostfl.planning.cost import Workload
+from anycostfl.planning.draw import FleetSpec
+from anycostfl.planning.strategy import Caps
+from anycostfl.registry import IN_MEMORY
+from anycostfl.shrink import ElasticModel
+from anycostfl.simulate import simulate_on
+from anycostfl.tasks import Task
+
+Given = Mapping[str, Any] | None
+
+DEVICES = 20  # where samples have no owners
+COHORT = (10, 50)  # devices of a round, of a quarter of all
+STEPS = 8  # of a device in a round, at least
+BATCHES = (8, 32)
+RATES = (0.01, 0.03, 0.1, 0.3, 1.0)  # learning rates to try
+FIRST = 0.1
+TRIAL_ROUNDS, TRIAL_DEVICES, TRIAL_SAMPLES = 4, 6, 512
+UPLOAD_BYTES = 4096  # a payload that holds what a small model has learnt
+
+
+def derive_config(
+    task: Task,
+    net: ElasticModel,
+    dataset: Dataset,
+    *,
+    run: Run,
+    fleet: FleetSpec | Given = None,
+    budgets: Given = None,
+    training: Training | Given = None,
+) -> Config:
+    """A configuration for a task and a model; what is given is taken as it is."""
+    samples = dataset.train
+    by_owner = samples.owners is not None
+    owners = len(torch.unique(samples.owners)) if by_owner else min(DEVICES, len(samples))
+    asked = {} if isinstance(fleet, FleetSpec) or fleet is None else dict(fleet)
+    devices = fleet.devices if isinstance(fleet, FleetSpec) else asked.get("devices", owners)
+    sizes = _sizes(samples.owners, len(samples), devices)
+    how = _training(training, sizes)
+    epochs = max(1, math.ceil(STEPS * how.batch / float(np.median(sizes))))
+    work = Workload(net.training_flops, net.size_bits, min(epochs, STEPS))
+    spec = fleet if isinstance(fleet, FleetSpec) else _fleet(work, devices, sizes, asked, budgets)
+    least = min(max(8 * UPLOAD_BYTES / work.size_bits, 0.01), 1 / 15)
+    return Config(
+        fleet=spec,
+        workload=work,
+        training=how,
+        data=Data(IN_MEMORY, partition="owner" if by_owner else "iid"),
+        model=Model(IN_MEMORY, widths="fast"),
+        run=run,
+        limits=Caps(beta_min=least),
+        metric=task.metrics[0].info,
+        summary=task.summary or f"{type(net.module).__name__} on {devices} devices",
+    )
+
+
+def _sizes(owners: torch.Tensor | None, count: int, devices: int) -> np.ndarray[Any, Any]:
+    """About how many samples devices hold."""
+    if owners is None or devices != len(torch.unique(owners)):
+        return np.full(devices, count / devices)
+    counts: np.ndarray[Any, Any] = torch.unique(owners, return_counts=True)[1].double().numpy()
+    return counts
+
+
+def _training(given: Training | Given, sizes: np.ndarray[Any, Any]) -> Training:
+    """How devices train; a learning rate that was not given is the first to try."""
+    if isinstance(given, Training):
+        return given
+    low, high = BATCHES
+    batch = int(min(max(np.median(sizes) // STEPS, low), high))
+    known: dict[str, Any] = {"learning_rate": FIRST, "batch": batch, "schedule": "cosine"}
+    return Training(**(known | dict(given or {})))
+
+
+def _fleet(
+    work: Workload, devices: int, sizes: np.ndarray[Any, Any], asked: Given, budgets: Given
+) -> FleetSpec:
+    """The demo's fleet at the scale of this work."""
+    demo = load_preset("demo")
+    before = demo.workload.flops_per_sample * demo.fleet.samples * demo.workload.epochs
+    scale = work.flops_per_sample * float(sizes.mean()) * work.epochs / before
+    low, high = COHORT
+    cohort = min(devices, max(low, min(high, math.ceil(devices / 4))))
+    each = demo.fleet.bandwidth_hz / demo.fleet.cohort  # Hz
+    wider = work.size_bits / demo.workload.size_bits / scale
+    derived = {
+        "devices": devices,
+        "cohort": cohort,
+        "samples": float(sizes.mean()),
+        "latency_s": scale * demo.fleet.latency_s,
+        "energy_min_j": scale * demo.fleet.energy_min_j,
+        "energy_max_j": scale * demo.fleet.energy_max_j,
+        "bandwidth_hz": cohort * each * wider,
+        # As much noise in the wider or narrower channel, so that its quality stays.
+        "noise_dbm_per_hz": demo.fleet.noise_dbm_per_hz - 10 * math.log10(wider),
+        "budgets_per_sample": True,
+    }
+    return replace(demo.fleet, **{**derived, **_known(FleetSpec, asked), **_budgets(budgets)})
+
+
+def _known(kind: type, given: Given) -> dict[str, Any]:
+    names = [item.name for item in fields(kind)]
+    if unknown := sorted(set(given or {}) - set(names)):
+        raise ConfigError([f"{n}: unknown, must be one of {', '.join(names)}" for n in unknown])
+    return dict(given or {})
+
+
+def _budgets(given: Given) -> dict[str, Any]:
+    """Budgets by name: `latency_s`, and `energy_j` as one number or the ends of a range."""
+    if unknown := sorted(set(given or {}) - {"latency_s", "energy_j"}):
+        raise ConfigError([f"budgets: {n} unknown, must be latency_s or energy_j" for n in unknown])
+    found: dict[str, Any] = {"budgets_per_sample": False} if given else {}
+    for name, value in (given or {}).items():
+        if name == "latency_s":
+            found[name] = value
+        else:
+            low, high = value if isinstance(value, tuple | list) else (value, value)
+            found |= {"energy_min_j": low, "energy_max_j": high}
+    return found
+
+
+# --- a learning rate that trains ------------------------------------------------------------------
+
+
+def find_learning_rate(experiment: Experiment, dataset: Dataset) -> float:
+    """The best of a few learning rates after a few small rounds, by the loss on training samples.
+
+    It climbs from 0.1 as long as the loss falls, up or else down. Nothing is measured on test
+    samples.
+    """
+    tried: dict[float, float] = {}
+
+    def loss_at(place: int) -> float:
+        rate = RATES[place]
+        if rate not in tried:
+            tried[rate] = _loss_after(experiment, dataset, rate)
+        return tried[rate]
+
+    place = RATES.index(FIRST)
+    for step in (1, -1):
+        while 0 <= place + step < len(RATES) and loss_at(place + step) < loss_at(place):
+            place += step
+        if place != RATES.index(FIRST):
+            break
+    return RATES[place]
+
+
+def _loss_after(experiment: Experiment, dataset: Dataset, rate: float) -> float:
+    """The loss on some training samples after a few rounds of a few devices."""
+    config, runtime = experiment.config, experiment.runtime
+    loss = Metric.mean("loss", experiment.task.loss, higher_is_better=False)
+    training = replace(runtime.training, learning_rate=rate, schedule="constant")
+    trial = replace(
+        config,
+        fleet=replace(config.fleet, cohort=min(config.fleet.cohort, TRIAL_DEVICES)),
+        training=training,
+        run=replace(config.run, rounds=TRIAL_ROUNDS, evaluate_every=TRIAL_ROUNDS),
+    )
+    task = replace(experiment.task.without_data(), metric=loss)
+    smaller = replace(
+        experiment, config=trial, runtime=replace(runtime, task=task, training=training)
+    )
+    order = torch.randperm(len(dataset.train), generator=torch.Generator().manual_seed(0))
+    few = dataset.train.take(order[:TRIAL_SAMPLES].sort().values)
+    *_, last = simulate_on(smaller, replace(dataset, test=few))
+    value = last.record.metric
+    return math.inf if value is None or math.isnan(value) else value
