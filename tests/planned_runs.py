@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import base64
 import json
 import math
+import re
+import zlib
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -59,3 +63,11 @@ def planned_round(config: Config, number: int) -> RoundRecord:
         for i, able in enumerate(planned.feasible.tolist())
     )
     return RoundRecord(number, 0.85 - 0.6 * math.exp(-number / 15), devices)
+
+
+def unpacked(page: str) -> list[dict[str, Any]]:
+    """The runs that a page holds."""
+    found = re.search(r'id="data">([A-Za-z0-9+/=]+)</script>', page)
+    assert found
+    runs: list[dict[str, Any]] = json.loads(zlib.decompress(base64.b64decode(found[1])))
+    return runs

@@ -80,7 +80,10 @@ def test_without_a_dataset_the_server_has_no_test_data(tmp_path: Path) -> None:
 def test_another_learning_rate_makes_the_experiment_that_has_it_configured(tmp_path: Path) -> None:
     rate, downlink = "training.learning_rate=0.7", "compression.downlink=0.1"
     first = build(small_config(tmp_path, downlink))
-    other, wanted = first.with_learning_rate(0.7), build(small_config(tmp_path, downlink, rate))
+    other, wanted = (
+        first.with_training(learning_rate=0.7),
+        build(small_config(tmp_path, downlink, rate)),
+    )
     assert other.config == wanted.config != first.config
     assert other.runtime.training == wanted.runtime.training != first.runtime.training
     assert other.fingerprint == wanted.fingerprint != first.fingerprint

@@ -15,7 +15,6 @@ import struct
 import subprocess
 import threading
 import tracemalloc
-import zlib
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from decimal import Decimal
@@ -43,21 +42,14 @@ from anycostfl.records.run import (
     read_config,
     read_journal,
 )
-from anycostfl.report.gather import Document, _rounded, gather
+from anycostfl.report.gather import _rounded, gather
 from anycostfl.report.live import LiveServer
 from anycostfl.report.page import render, write_page
 from command_line import PROGRAM, Call
-from planned_runs import planned_run
+from planned_runs import planned_run, unpacked
 
 UPLOT = Path(anycostfl.report.__file__).parent / "assets" / "uplot"
 TIGHT = ("fleet.energy_min_j=0.001", "fleet.energy_max_j=0.1")  # some devices sit out
-
-
-def unpacked(page: str) -> list[Document]:
-    found = re.search(r'id="data">([A-Za-z0-9+/=]+)</script>', page)
-    assert found
-    runs: list[Document] = json.loads(zlib.decompress(base64.b64decode(found[1])))
-    return runs
 
 
 @pytest.fixture

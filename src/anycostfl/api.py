@@ -230,7 +230,8 @@ def run(
     config = experiments.resolve(derived)
     experiment = build_experiment(config, dataset, task=task, net=net)
     if not isinstance(training, Training) and "learning_rate" not in (training or {}):
-        experiment = experiment.with_learning_rate(find_learning_rate(experiment, dataset))
+        rate = find_learning_rate(experiment, dataset)
+        experiment = experiment.with_training(learning_rate=rate)
     return Run(experiment, dataset, workers)
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import fields, replace
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -36,10 +37,13 @@ DEVICES = 20  # where samples have no owners
 COHORT = (10, 50)  # devices of a round, of a quarter of all
 STEPS = 8  # of a device in a round, at least
 BATCHES = (8, 32)
-RATES = (0.01, 0.03, 0.1, 0.3, 1.0)  # learning rates to try
-FIRST = 0.1
-TRIAL_ROUNDS, TRIAL_DEVICES, TRIAL_SAMPLES = 4, 6, 512
+CLIP_NORM = 1.0  # of gradients: a learning rate then suits more tasks
+RATES = (0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0)  # learning rates to try
+FIRST = 0.3
+NEARLY = 0.05  # of the fall of the loss
+TRIAL_ROUNDS, TRIAL_DEVICES, TRIAL_SAMPLES = 6, 16, 512
 UPLOAD_BYTES = 4096  # a payload that holds what a small model has learnt
+LEAST_BYTES = 1024  # all that a payload may have, of models smaller than 15 kB
 
 
 def derive_config(
@@ -62,8 +66,8 @@ def derive_config(
     how = _training(training, sizes)
     epochs = max(1, math.ceil(STEPS * how.batch / float(np.median(sizes))))
     work = Workload(net.training_flops, net.size_bits, min(epochs, STEPS))
-    spec = fleet if isinstance(fleet, FleetSpec) else _fleet(work, devices, sizes, asked, budgets)
-    least = min(max(8 * UPLOAD_BYTES / work.size_bits, 0.01), 1 / 15)
+    limits = _limits(work)
+    spec = fleet if isinstance(fleet, FleetSpec) else _fleet(work, limits, sizes, asked, budgets)
     return Config(
         fleet=spec,
         workload=work,
@@ -71,7 +75,7 @@ def derive_config(
         data=Data(IN_MEMORY, partition="owner" if by_owner else "iid"),
         model=Model(IN_MEMORY, widths="fast"),
         run=run,
-        limits=Caps(beta_min=least),
+        limits=limits,
         metric=task.metrics[0].info,
         summary=task.summary or f"{type(net.module).__name__} on {devices} devices",
     )
@@ -91,21 +95,32 @@ def _training(given: Training | Given, sizes: np.ndarray[Any, Any]) -> Training:
         return given
     low, high = BATCHES
     batch = int(min(max(np.median(sizes) // STEPS, low), high))
-    known: dict[str, Any] = {"learning_rate": FIRST, "batch": batch, "schedule": "cosine"}
-    return Training(**(known | dict(given or {})))
+    known: dict[str, Any] = {"learning_rate": FIRST, "batch": batch, "clip_norm": CLIP_NORM}
+    return Training(**({**known, "schedule": "cosine"} | dict(given or {})))
+
+
+def _limits(work: Workload) -> Caps:
+    """Uploads as small as the codec allows; of a very small model, enough for a payload's frame."""
+    room = min(8 * LEAST_BYTES / work.size_bits, 1.0)
+    most = max(room, Caps().beta_max)
+    least = min(max(8 * UPLOAD_BYTES / work.size_bits, 0.01), most)
+    return Caps(
+        beta_min=least, beta_max=most, upload_ratio=room if room > Caps().beta_max else None
+    )
 
 
 def _fleet(
-    work: Workload, devices: int, sizes: np.ndarray[Any, Any], asked: Given, budgets: Given
+    work: Workload, limits: Caps, sizes: np.ndarray[Any, Any], asked: Given, budgets: Given
 ) -> FleetSpec:
-    """The demo's fleet at the scale of this work."""
-    demo = load_preset("demo")
+    """The demo's fleet at the scale of this work and of its uploads."""
+    demo, devices = load_preset("demo"), len(sizes)
     before = demo.workload.flops_per_sample * demo.fleet.samples * demo.workload.epochs
     scale = work.flops_per_sample * float(sizes.mean()) * work.epochs / before
     low, high = COHORT
     cohort = min(devices, max(low, min(high, math.ceil(devices / 4))))
     each = demo.fleet.bandwidth_hz / demo.fleet.cohort  # Hz
-    wider = work.size_bits / demo.workload.size_bits / scale
+    uploads = work.size_bits * (limits.beta_max + limits.beta_min)  # twice, if none can be less
+    wider = uploads / (demo.workload.size_bits * demo.limits.beta_max) / scale
     derived = {
         "devices": devices,
         "cohort": cohort,
@@ -146,45 +161,51 @@ def _budgets(given: Given) -> dict[str, Any]:
 
 
 def find_learning_rate(experiment: Experiment, dataset: Dataset) -> float:
-    """The best of a few learning rates after a few small rounds, by the loss on training samples.
+    """The learning rate that is best after a few small rounds, by the loss on training samples.
 
-    It climbs from 0.1 as long as the loss falls, up or else down. Nothing is measured on test
-    samples.
+    It climbs from `FIRST`, up or else down, as long as the loss falls; up also where it falls by
+    nearly as much, for a larger one is better later on. Nothing is measured on test samples.
     """
-    tried: dict[float, float] = {}
+    trial, few = _trial(experiment, dataset)
+    untrained = trial.evaluate(experiment.initial_weights)
+    before = untrained.value if untrained else math.inf
 
+    @cache
     def loss_at(place: int) -> float:
-        rate = RATES[place]
-        if rate not in tried:
-            tried[rate] = _loss_after(experiment, dataset, rate)
-        return tried[rate]
+        return _loss_after(trial.with_training(learning_rate=RATES[place]), few)
 
-    place = RATES.index(FIRST)
+    def is_better(other: int, place: int) -> bool:
+        margin = NEARLY * max(before - loss_at(place), 0.0) if other > place else 0.0
+        return loss_at(other) < loss_at(place) + margin
+
+    place = first = RATES.index(FIRST)
     for step in (1, -1):
-        while 0 <= place + step < len(RATES) and loss_at(place + step) < loss_at(place):
+        while 0 <= place + step < len(RATES) and is_better(place + step, place):
             place += step
-        if place != RATES.index(FIRST):
+        if place != first:
             break
     return RATES[place]
 
 
-def _loss_after(experiment: Experiment, dataset: Dataset, rate: float) -> float:
-    """The loss on some training samples after a few rounds of a few devices."""
+def _trial(experiment: Experiment, dataset: Dataset) -> tuple[Experiment, Dataset]:
+    """The experiment for a few rounds of a few devices, measured on some training samples."""
     config, runtime = experiment.config, experiment.runtime
     loss = Metric.mean("loss", experiment.task.loss, higher_is_better=False)
-    training = replace(runtime.training, learning_rate=rate, schedule="constant")
-    trial = replace(
+    order = torch.randperm(len(dataset.train), generator=torch.Generator().manual_seed(0))
+    few = dataset.train.take(order[:TRIAL_SAMPLES].sort().values)
+    shorter = replace(
         config,
         fleet=replace(config.fleet, cohort=min(config.fleet.cohort, TRIAL_DEVICES)),
-        training=training,
         run=replace(config.run, rounds=TRIAL_ROUNDS, evaluate_every=TRIAL_ROUNDS),
     )
     task = replace(experiment.task.without_data(), metric=loss)
-    smaller = replace(
-        experiment, config=trial, runtime=replace(runtime, task=task, training=training)
-    )
-    order = torch.randperm(len(dataset.train), generator=torch.Generator().manual_seed(0))
-    few = dataset.train.take(order[:TRIAL_SAMPLES].sort().values)
-    *_, last = simulate_on(smaller, replace(dataset, test=few))
+    trial = replace(
+        experiment, config=shorter, runtime=replace(runtime, task=task), test=few
+    ).with_training(schedule="constant")
+    return trial, replace(dataset, test=few)
+
+
+def _loss_after(trial: Experiment, few: Dataset) -> float:
+    *_, last = simulate_on(trial, few)
     value = last.record.metric
     return math.inf if value is None or math.isnan(value) else value

@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 import torch
@@ -73,10 +74,10 @@ class Experiment:
         """What is learnt."""
         return self.runtime.task
 
-    def with_learning_rate(self, rate: float) -> Experiment:
-        """The same experiment at another learning rate."""
-        config = replace(self.config, training=replace(self.config.training, learning_rate=rate))
-        training = replace(self.runtime.training, learning_rate=rate)  # as this machine trains
+    def with_training(self, **changes: Any) -> Experiment:
+        """The same experiment with other fields of `Training`."""
+        config = replace(self.config, training=replace(self.config.training, **changes))
+        training = replace(self.runtime.training, **changes)  # as this machine trains
         digest = fingerprint(config)
         return replace(
             self,

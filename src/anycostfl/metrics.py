@@ -108,7 +108,7 @@ class Metric:
         higher_is_better: bool,
         unit: str = "",
     ) -> Metric:
-        """The mean over samples of a function that returns one number for a batch."""
+        """The mean over samples of a function that returns a number for each, or for a batch."""
         rows = partial(_rows_of_batch, name, of_batch)
         return cls(MetricInfo(name, unit, 1.0, higher_is_better), rows, ratio)
 
@@ -116,15 +116,17 @@ class Metric:
 def _rows_of_batch(
     name: str, of_batch: Callable[[Any, Any], Any], outputs: Any, targets: Any
 ) -> Tensor:
-    """The number of a batch, as if every sample had it."""
-    given = of_batch(outputs, targets)
+    """The number of each sample, or that of the batch as if every sample had it."""
+    given, count = of_batch(outputs, targets), len(_first(targets))
     try:
-        value = float(given)
+        values = torch.as_tensor(given, dtype=torch.float64).detach().cpu()
+        values = values.expand(count) if values.numel() == 1 else values.reshape(count)
     except (TypeError, ValueError, RuntimeError) as error:
         raise TaskError(
-            f"metric {name}: the function returned {given!r:.80}, must be one number for a batch"
+            f"metric {name}: the function returned {given!r:.80}, must be one number for each "
+            f"sample, or one for a batch"
         ) from error
-    return torch.tensor([[value, 1.0]], dtype=torch.float64).repeat(len(_first(targets)), 1)
+    return torch.stack([values, torch.ones_like(values)], dim=1)
 
 
 @dataclass(frozen=True, slots=True)

@@ -121,13 +121,13 @@ def _dataset_of(task: Task) -> Dataset:
 
 
 def hold_out_tenth(whole: Dataset) -> Dataset:
-    """Every tenth sample of each owner becomes a test sample, at random."""
+    """Every tenth sample, owner after owner, becomes a test sample; an only sample does not."""
     samples, random = whole.train, np.random.default_rng(HOLD_OUT)
     owners = np.zeros(len(samples)) if samples.owners is None else samples.owners.numpy()
     order = random.permutation(len(samples))
     order = order[np.argsort(owners[order], kind="stable")]  # at random within each owner
-    place = np.arange(len(order)) - np.searchsorted(owners[order], owners[order])
-    is_test = place % HELD_OUT == HELD_OUT - 1
+    _, own, counts = np.unique(owners[order], return_inverse=True, return_counts=True)
+    is_test = (np.arange(len(order)) % HELD_OUT == HELD_OUT - 1) & (counts[own] > 1)
     if not is_test.any():
         raise ConfigError(
             [f"test: missing, and {len(samples)} training samples are too few to hold some out; "
