@@ -2,7 +2,7 @@
 
     mine.npz            train_inputs, train_targets, perhaps train_owners, and the same of test_;
                         or inputs and targets; images may be train_images and train_labels
-    mine.csv            a row for each sample; the column `target` (or the last), perhaps `owner`
+    mine.csv            a row for each sample; the column `target`, or else the last, is the target
     folder/CLASS/FILE   .wav, or .png and .jpg where Pillow is installed
     package.module:function   called without arguments: (inputs, targets), or a `Dataset`
 
@@ -240,7 +240,7 @@ def _read_image(path: Path) -> Array:
         raise MissingExtraError("images need: pip install 'anycostfl[data]'") from error
     try:
         pixels = np.asarray(Image.open(path))
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, Image.DecompressionBombError) as error:
         raise ConfigError([f"cannot be read as an image: {error}"], str(path)) from error
     return pixels[None] if pixels.ndim == 2 else pixels.transpose(2, 0, 1)
 
