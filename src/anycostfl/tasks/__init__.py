@@ -73,7 +73,8 @@ class Task:
                 f"loss: given {self.loss!r:.80}, must be a function of outputs and targets, such "
                 "as torch.nn.functional.cross_entropy"
             )
-        given = (self.metric,) if isinstance(self.metric, str | Metric) else tuple(self.metric)
+        several = bool(self.metric) and isinstance(self.metric, list | tuple)
+        given: Any = self.metric if several else (self.metric,)
         metrics = tuple(map(find_metric, given))
         if (self.train is None) == (self.load is None):
             raise TaskError("Task: must have either train=(inputs, targets) or load=function")
