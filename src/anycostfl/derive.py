@@ -7,6 +7,7 @@ whatever the model.
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Mapping
 from dataclasses import fields, replace
@@ -17,9 +18,9 @@ import numpy as np
 import torch
 
 from anycostfl.config import Config, Model, Run, load_preset
-from anycostfl.data.samples import Dataset
+from anycostfl.data.samples import Dataset, Samples
 from anycostfl.data.split import Data
-from anycostfl.device import Training
+from anycostfl.device import Training, measure, train
 from anycostfl.errors import ConfigError
 from anycostfl.experiment import Experiment
 from anycostfl.metrics import Metric
@@ -28,20 +29,19 @@ from anycostfl.planning.draw import FleetSpec
 from anycostfl.planning.strategy import Caps
 from anycostfl.registry import IN_MEMORY
 from anycostfl.shrink import ElasticModel
-from anycostfl.simulate import simulate_on
 from anycostfl.tasks import Task
 
 Given = Mapping[str, Any] | None
 
 DEVICES = 20  # where samples have no owners
 COHORT = (10, 50)  # devices of a round, of a quarter of all
-STEPS = 8  # of a device in a round, at least
+STEPS = 24  # of a device in a round, at least
 BATCHES = (8, 32)
 CLIP_NORM = 1.0  # of gradients: a learning rate then suits more tasks
 RATES = (0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0)  # learning rates to try
 FIRST = 0.3
 NEARLY = 0.05  # of the fall of the loss
-TRIAL_ROUNDS, TRIAL_DEVICES, TRIAL_SAMPLES = 6, 16, 512
+TRIAL_STEPS, TRIAL_SAMPLES = 100, 512
 UPLOAD_BYTES = 4096  # a payload that holds what a small model has learnt
 LEAST_BYTES = 1024  # all that a payload may have, of models smaller than 15 kB
 
@@ -161,21 +161,29 @@ def _budgets(given: Given) -> dict[str, Any]:
 
 
 def find_learning_rate(experiment: Experiment, dataset: Dataset) -> float:
-    """The learning rate that is best after a few small rounds, by the loss on training samples.
+    """The learning rate that trains the model best on a mix of all owners' training samples.
 
     It climbs from `FIRST`, up or else down, as long as the loss falls; up also where it falls by
-    nearly as much, for a larger one is better later on. Nothing is measured on test samples.
+    nearly as much, for a larger one is better later on. A mix tells rates apart within a few steps;
+    the loss after a few rounds of devices with few classes each is mostly noise. Nothing is
+    measured on test samples.
     """
-    trial, few = _trial(experiment, dataset)
-    untrained = trial.evaluate(experiment.initial_weights)
-    before = untrained.value if untrained else math.inf
+    task, training = experiment.task, experiment.runtime.training
+    seen, others, epochs = _mix(dataset.train, TRIAL_STEPS * training.batch)
+    loss = Metric.mean("loss", task.loss, higher_is_better=False)
 
     @cache
-    def loss_at(place: int) -> float:
-        return _loss_after(trial.with_training(learning_rate=RATES[place]), few)
+    def loss_at(place: int | None) -> float:
+        experiment.net.load(experiment.initial_weights)
+        module = copy.deepcopy(experiment.net.module)
+        if place is not None:
+            train(module, seen, task, training, 0, epochs=epochs, rate=RATES[place])
+        (sums,) = measure(module, others, [loss], training)
+        value = float(loss.value(sums[0]))
+        return math.inf if math.isnan(value) else value
 
     def is_better(other: int, place: int) -> bool:
-        margin = NEARLY * max(before - loss_at(place), 0.0) if other > place else 0.0
+        margin = NEARLY * max(loss_at(None) - loss_at(place), 0.0) if other > place else 0.0
         return loss_at(other) < loss_at(place) + margin
 
     place = first = RATES.index(FIRST)
@@ -187,25 +195,10 @@ def find_learning_rate(experiment: Experiment, dataset: Dataset) -> float:
     return RATES[place]
 
 
-def _trial(experiment: Experiment, dataset: Dataset) -> tuple[Experiment, Dataset]:
-    """The experiment for a few rounds of a few devices, measured on some training samples."""
-    config, runtime = experiment.config, experiment.runtime
-    loss = Metric.mean("loss", experiment.task.loss, higher_is_better=False)
-    order = torch.randperm(len(dataset.train), generator=torch.Generator().manual_seed(0))
-    few = dataset.train.take(order[:TRIAL_SAMPLES].sort().values)
-    shorter = replace(
-        config,
-        fleet=replace(config.fleet, cohort=min(config.fleet.cohort, TRIAL_DEVICES)),
-        run=replace(config.run, rounds=TRIAL_ROUNDS, evaluate_every=TRIAL_ROUNDS),
-    )
-    task = replace(experiment.task.without_data(), metric=loss)
-    trial = replace(
-        experiment, config=shorter, runtime=replace(runtime, task=task), test=few
-    ).with_training(schedule="constant")
-    return trial, replace(dataset, test=few)
-
-
-def _loss_after(trial: Experiment, few: Dataset) -> float:
-    *_, last = simulate_on(trial, few)
-    value = last.record.metric
-    return math.inf if value is None or math.isnan(value) else value
+def _mix(samples: Samples, count: int) -> tuple[Samples, Samples, int]:
+    """Some samples to train on, others to measure on, and how many epochs make up the count."""
+    samples = Samples(samples.inputs, samples.targets)
+    order = torch.randperm(len(samples), generator=torch.Generator().manual_seed(0))
+    held = min(TRIAL_SAMPLES, len(samples) // 4)
+    seen = order[held : held + count] if held else order
+    return samples.take(seen), samples.take(order[: held or None]), math.ceil(count / len(seen))
