@@ -23,7 +23,7 @@ from anycostfl.codec import Upload, check_codec
 from anycostfl.codec.frame import OVERHEAD
 from anycostfl.config import Run
 from anycostfl.device import Job, Reply
-from anycostfl.errors import PayloadError
+from anycostfl.errors import PayloadError, printable
 from anycostfl.experiment import Experiment
 from anycostfl.methods import Method
 from anycostfl.metrics import Score
@@ -370,8 +370,7 @@ def _check_length(assignment: Assignment, payload: bytes) -> None:
 
 def one_line(text: str) -> str:
     """Text from a device on one line of bounded length, without control characters."""
-    line = " ".join(text[:LONGEST_DETAIL].split())
-    return "".join(letter if letter.isprintable() else "\ufffd" for letter in line)
+    return printable(" ".join(text[:LONGEST_DETAIL].split()))
 
 
 def _decode(method: Method, assignment: Assignment, reply: Reply) -> Update:

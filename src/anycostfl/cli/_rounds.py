@@ -15,7 +15,7 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
 from anycostfl.cli._console import emit_json, note, out, print_table, say
 from anycostfl.config import Config, to_toml
-from anycostfl.errors import ConfigError, MissingExtraError
+from anycostfl.errors import ConfigError, MissingExtraError, printable
 from anycostfl.files import writing_to
 from anycostfl.metrics import METRICS, MetricInfo
 from anycostfl.records.round import Records, RoundRecord, Status, total
@@ -123,7 +123,7 @@ def follow(
                 records.append(record)
                 now = time.monotonic()
                 if live:
-                    line = _line(records, config.metric, now - before)
+                    line = printable(_line(records, config.metric, now - before))
                     bar.update(task, completed=len(records), description=line)
                 elif not quiet:
                     say(f"round {len(records):4d}  {_line(records, config.metric, now - before)}")

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated
 from typer import Exit, Option
 
 from anycostfl.cli import _options as shared
-from anycostfl.cli._console import Json, print_table, say
+from anycostfl.cli._console import Json, note, print_table, say
 from anycostfl.cli._flower import hush_flower, need_flower
 from anycostfl.cli._rounds import conclude, follow, open_folder, resume_run
 from anycostfl.config import Config
@@ -47,13 +47,14 @@ def serve(
     need_flower()
     hush_flower()
     from anycostfl.flower.fleet import RoundPolicy  # noqa: PLC0415
-    from anycostfl.flower.keys import KeyFolder  # noqa: PLC0415 - optional
+    from anycostfl.flower.keys import KeyFolder, check_expiry  # noqa: PLC0415 - optional
     from anycostfl.flower.link import ServerOptions, check_port, open_superlink  # noqa: PLC0415
     from anycostfl.flower.server import server_experiment  # noqa: PLC0415
 
     folder = None if insecure else KeyFolder(keys)
     if folder:
         _check_keys(folder)
+        note(*check_expiry(folder))
     check_port(host, port)
     before, name = None, preset or "demo"
     if resume is not None:

@@ -31,6 +31,10 @@ from anycostfl.files import atomic_write
 AUTHORITY_DAYS, SERVER_DAYS, RENEW_DAYS = 3650, 825, 30
 AUTHORITY = "anycostfl authority"
 CURVES_ONLY = "must be an elliptic-curve key, as `anycostfl keys` makes"
+RENEW = "Renew it with `anycostfl keys`, and copy it to the server"
+RENEW_AUTHORITY = (
+    "Move it and ca.key away, make new ones with `anycostfl keys`, and copy ca.crt to every device"
+)
 ALWAYS = ("localhost", "127.0.0.1", "::1")  # the server's own processes come this way
 
 
@@ -121,6 +125,25 @@ def _certificate(path: Path) -> x509.Certificate:
         return x509.load_pem_x509_certificate(path.read_bytes())
     except ValueError as error:
         raise ConfigError([f"{path}: not a certificate. Delete it to have it made anew"]) from error
+
+
+def expiry(path: Path) -> datetime:
+    """When a certificate ends."""
+    return _certificate(path).not_valid_after_utc
+
+
+def check_expiry(keys: KeyFolder) -> list[str]:
+    """Warnings about certificates that end soon; ConfigError for those that have ended."""
+    problems, warnings, now = [], [], datetime.now(UTC)
+    for path, remedy in ((keys.certificate, RENEW), (keys.authority, RENEW_AUTHORITY)):
+        end = expiry(path)
+        if end <= now:
+            problems.append(f"{path}: expired on {end:%Y-%m-%d}. {remedy}")
+        elif end <= now + timedelta(days=RENEW_DAYS):
+            warnings.append(f"{path} expires on {end:%Y-%m-%d}. {remedy}")
+    if problems:
+        raise ConfigError(problems)
+    return warnings
 
 
 def public_pem(key: ec.EllipticCurvePublicKey) -> bytes:

@@ -34,7 +34,7 @@ import tomli_w
 from flwr.app import UserConfig
 
 from anycostfl.errors import AnycostError, ConfigError
-from anycostfl.files import StorageError, atomic_write, open_nofollow, try_lock
+from anycostfl.files import StorageError, atomic_write, open_nofollow, read_file, try_lock
 from anycostfl.flower._internal import ControlClient, available
 from anycostfl.flower.fleet import RoundPolicy
 from anycostfl.flower.keys import KeyFolder
@@ -51,6 +51,7 @@ TRIES = 3  # starts without a finished round in between
 POLL_S = 0.2  # between two looks at the run directory
 HEALTH_S, ANSWER_S = 5.0, 10.0  # between two health checks; for the SuperLink to answer one
 CONNECTION, CALL_S = "anycostfl", 120.0  # the SuperLink in Flower's configuration; a call of `flwr`
+LONGEST_FAILURE = 10_000  # bytes of what the server app says
 MISSED = 3  # health checks in a row; then it counts as hung
 
 logger = logging.getLogger(__name__)
@@ -277,7 +278,8 @@ class SuperLinkProcess:
         """Give up if the server app said why it ended, or if it keeps dying."""
         failure = self.options.folder / FAILURE
         if failure.exists():
-            raise AnycostError(failure.read_text() or f"the disk of {failure.parent} is full")
+            said = read_file(failure, LONGEST_FAILURE).decode(errors="replace")
+            raise AnycostError(said or f"the disk of {failure.parent} is full")
         self._failures += 1
         if self._failures >= TRIES:
             raise ServerDiedError(

@@ -33,7 +33,7 @@ from cryptography.hazmat.primitives.asymmetric import ec
 from flwr.app import Context, Error, Message, RecordDict
 from flwr.clientapp import ClientApp
 
-from anycostfl.errors import AnycostError, ConfigError
+from anycostfl.errors import AnycostError, ConfigError, printable
 from anycostfl.flower import _internal
 from anycostfl.flower._internal import ErrorCode, FleetClient, TransferError, log
 from anycostfl.flower.device import Setup
@@ -53,6 +53,7 @@ STOP_S, GIVE_UP_S = 10.0, 180.0  # of a SuperNode: to stop, and to keep starting
 WRONG_SERVER = ("CERTIFICATE_VERIFY_FAILED", "WRONG_VERSION_NUMBER")
 """TLS errors of a server with a foreign certificate, or with none. Other errors in a handshake are
 those of a connection that broke."""
+WRONG_TIME = ("certificate has expired", "certificate is not yet valid")
 INSTEAD = (
     "`flower-supernode` runs this device. It is slower, and it runs the app that the server sends: "
     "join only servers that you trust"
@@ -116,6 +117,11 @@ def patiently(address: Address, request: Callable[[], Any]) -> Any:
         try:
             return request()
         except httpx.TransportError as error:
+            if any(word in str(error) for word in WRONG_TIME):
+                raise RefusedError(
+                    f"the server's certificate is not valid today: {error}. Its owner renews it "
+                    "with `anycostfl keys`; is the clock of this device right?"
+                ) from error
             if any(word in str(error) for word in WRONG_SERVER):
                 raise RefusedError(
                     f"the server is not the expected one: {error}. Give the ca.crt that its "
@@ -191,6 +197,7 @@ def answer_messages(client: FleetClient, app: ClientApp, context: Context) -> No
             time.sleep(POLL_MAX_S)
         except TransferError as error:
             log(WARNING, "a message was cut short: %s", error)
+            time.sleep(POLL_MAX_S)
 
 
 def answer(app: ClientApp, message: Message, context: Context) -> Message:
@@ -204,12 +211,12 @@ def answer(app: ClientApp, message: Message, context: Context) -> Message:
     except DeviceRejectedError:
         raise
     except Exception as error:  # a device outlives whatever a message does to it
-        log(ERROR, "the message cannot be answered: %s", error)
+        log(ERROR, "the message cannot be answered: %s", printable(str(error)[:1000]))
         return Message(Error(ErrorCode.CLIENT_APP_RAISED_EXCEPTION, str(error)), reply_to=message)
 
 
 def _why(error: httpx.HTTPStatusError) -> str:
-    return f"{error.response.status_code} {error.response.text[:200]}".strip()
+    return printable(f"{error.response.status_code} {error.response.text[:200]}".strip())
 
 
 # --- wrong clocks ---------------------------------------------------------------------------------
