@@ -192,25 +192,25 @@ def server(begin: bytes, *, endless: bool) -> Iterator[node.Address]:
 
 
 @pytest.mark.parametrize(
-    ("begin", "endless", "limit", "error", "told"),
+    ("begin", "limit", "error", "told"),
     [
-        (ENDLESS, True, "ANSWER_BYTES", node.UnreachableError, "an answer of more than"),
-        (ENDLESS, True, "MESSAGE_BYTES", TransferError, "it has more than"),
-        (PACKED, False, "", node.UnreachableError, "packs its answer"),
-        (AWAY, False, "", httpx.HTTPStatusError, "307"),
+        (ENDLESS, "ANSWER_BYTES", node.UnreachableError, "an answer of more than"),
+        (ENDLESS, "MESSAGE_BYTES", TransferError, "it has more than"),
+        (PACKED, "", node.UnreachableError, "packs its answer"),
+        (AWAY, "", httpx.HTTPStatusError, "307"),
     ],
+    ids=["endless", "long", "packed", "redirected"],
 )
 def test_a_device_takes_no_endless_packed_or_redirected_answer(
     monkeypatch: pytest.MonkeyPatch,
     begin: bytes,
-    endless: bool,
     limit: str,
     error: type[Exception],
     told: str,
 ) -> None:
     if limit:
         monkeypatch.setattr(_internal, limit, 4 << 20)
-    with server(begin, endless=endless) as address:
+    with server(begin, endless=begin == ENDLESS) as address:
         client = node.open_client(address, ec.generate_private_key(ec.SECP384R1()))
         with closing(client), at_most(16 << 20), pytest.raises(error, match=told):
             client.activate(b"key", 10.0)
