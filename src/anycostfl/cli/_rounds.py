@@ -36,6 +36,7 @@ MISHAPS = {
     "updates_excluded": "excluded",
     "devices_suspended": "devices suspended",
     "rounds_suspended": "rounds suspended",
+    "rounds_remarked": "model reset, rounds",
 }
 
 
@@ -128,6 +129,8 @@ def follow(
                 elif not quiet:
                     say(f"round {len(records):4d}  {_line(records, config.metric, now - before)}")
                 before = now
+                if record.remark and not quiet:
+                    note(f"round {len(records)}: {record.remark}")
                 if len(records) % config.run.checkpoint_every == 0 and len(records) >= next_page:
                     _write_views(config, folder, records, curves=False)
                     next_page = 1.05 * len(records)  # so that pages of long runs cost little in all

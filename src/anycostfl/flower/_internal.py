@@ -134,6 +134,7 @@ def available(capability: str, otherwise: str) -> bool:
 
 # --- devices --------------------------------------------------------------------------------------
 
+
 def _tls(trust: bytes) -> ssl.SSLContext:
     """What recognises a server by a certificate, and nothing else."""
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)

@@ -34,7 +34,10 @@ class NewerSchemaError(StorageError):
 def format_record(record: RoundRecord) -> str:
     """A round as one line; ValueError if it could not be read back."""
     _check(record)
-    return json.dumps({"schema": SCHEMA, **dataclasses.asdict(record)})
+    table = {"schema": SCHEMA, **dataclasses.asdict(record)}
+    if not record.remark:  # nearly always
+        del table["remark"]
+    return json.dumps(table)
 
 
 def parse_record(line: bytes | str) -> RoundRecord:
@@ -55,6 +58,7 @@ def parse_record(line: bytes | str) -> RoundRecord:
         devices=tuple(read(device) for device in table["devices"]),
         step_bytes=table.get("step_bytes", 0),
         others=table.get("others", {}),
+        remark=table.get("remark", ""),
     )
     _check(record)
     return record
