@@ -326,7 +326,8 @@ def close_round(
     weights, velocity = apply_moves(state.weights, moves, experiment.optimizer, state.velocity)
     remark = ""
     if rules.rollback and not is_finite(weights):
-        weights, velocity, remark = state.weights, {}, "not finite: the round changes nothing"
+        weights, velocity = dict(state.weights), {}
+        remark = "not finite: the round changes nothing"
 
     devices = describe(experiment, state, plan, outcomes)
     devices += _silent(plan.offers.silent)

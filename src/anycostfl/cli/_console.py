@@ -63,15 +63,15 @@ def print_table(title: str, columns: Sequence[str], rows: Sequence[Sequence[obje
     Where space is short, numbers are folded before the names in the first column.
     """
     title, columns = printable(title), [printable(column) for column in columns]
-    rows = [[printable(str(cell)) for cell in row] for row in rows]
+    cells = [[printable(str(cell)) for cell in row] for row in rows]
     view = Table(title=title, title_justify="left", box=SIMPLE_HEAD, padding=(0, 1, 0, 0))
     view.min_width = min(len(title), out.width)  # else rich folds it
     view.show_header = any(column.removeprefix(">") for column in columns)
-    short = all(len(row[0]) <= 20 for row in rows)  # longer names are folded too
+    short = all(len(row[0]) <= 20 for row in cells)  # longer names are folded too
     for number, column in enumerate(columns):
         side: JustifyMethod = "right" if column.startswith(">") else "left"
         whole = short and number == 0
         view.add_column(column.removeprefix(">"), justify=side, overflow="fold", no_wrap=whole)
-    for row in rows:
+    for row in cells:
         view.add_row(*row)
     out.print(view)
