@@ -928,7 +928,7 @@ def held_back(tmp_path: Path, policy: RoundPolicy, rounds: int) -> list[RoundRes
         device, message = grid.sent[int(name.removeprefix("message-"))]
         return device == 4 and message.metadata.group_id == "0" and "task" in message.content
 
-    grid.pull_messages = pull_later  # type: ignore[method-assign]
+    grid.pull_messages = pull_later  # type: ignore[method-assign,assignment]
     return list(serve_rounds(config, grid, policy))
 
 

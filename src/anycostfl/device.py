@@ -33,6 +33,7 @@ from anycostfl.errors import BetaError, PayloadError, UpdateError
 from anycostfl.feedback import encode_with_feedback, no_residual
 from anycostfl.methods import Method
 from anycostfl.metrics import Metric
+from anycostfl.server.privacy import NOISE, Privacy, privatise, system_noise
 from anycostfl.shrink import ElasticModel, Order, SubModel
 from anycostfl.state import State
 from anycostfl.tasks import Task
@@ -177,6 +178,20 @@ def learn_honestly(runtime: DeviceRuntime, sub: SubModel, samples: Samples, job:
         if len(samples) > 1:
             raise  # a mistake in the model
         raise UpdateError(f"one sample is too few for this model: {error}") from error
+
+
+def learn_privately(learn: Learn, privacy: Privacy) -> Learn:
+    """The same with the update clipped and noise on it, which the seed of the job decides.
+
+    Unless it is secret: the server knows the seed, and could take seeded noise off again.
+    """
+
+    def learn_it(runtime: DeviceRuntime, sub: SubModel, samples: Samples, job: Job) -> State:
+        update = learn(runtime, sub, samples, job)
+        seeded = torch.Generator().manual_seed(job.seed ^ NOISE)
+        return privatise(update, privacy, system_noise() if privacy.secret else seeded)
+
+    return learn_it
 
 
 def train(

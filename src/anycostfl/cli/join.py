@@ -52,6 +52,10 @@ def join(
     threads: Annotated[int, Option(help="Training threads; 0: one per core")] = 0,
     methods: Annotated[str, Option(help="Methods to take part in, by commas; empty: all")] = "",
     max_epochs: Annotated[int, Option(help="Local epochs to train at most; 0: any")] = 0,
+    clip_norm: Annotated[float, Option(help="Norm that updates are scaled down to; 0: any")] = 0.0,
+    noise: Annotated[
+        float, Option(help="Noise on updates, in multiples of --clip-norm; 0: none")
+    ] = 0.0,
     min_batch: Annotated[int, Option(help="Samples of a batch at the least; 0: any")] = 0,
     patience_s: Annotated[
         float, Option(help="Seconds to try an unreachable server; 0: forever")
@@ -83,6 +87,8 @@ def join(
         methods=methods,
         max_epochs=max_epochs,
         min_batch=min_batch,
+        clip_norm=clip_norm,
+        noise=noise,
     )
     address = Address(server, trust, key, patience_s)
     if problems := [*_address_problems(address, insecure=insecure), *_setup_problems(setup)]:
@@ -134,6 +140,10 @@ def _setup_problems(setup: Setup) -> list[str]:
     for name, value in counts.items():
         if not 0 <= value < math.inf:
             problems.append(f"{name}: given {value:g}, must be >= 0")
+    if not 0 <= setup.noise < math.inf or not 0 <= setup.clip_norm < math.inf:
+        problems.append("--noise, --clip-norm: must be >= 0")
+    if (setup.noise > 0) != (setup.clip_norm > 0):
+        problems.append("--noise and --clip-norm: one without the other; give both or none")
     if setup.data.endswith(".npz") and not Path(setup.data).is_file():
         problems.append(f"--data: there is no file {setup.data}")
     return problems

@@ -135,12 +135,18 @@ def for_devices(config: Config) -> Config:
     Defences that are off in simulation unless asked for are on.
     """
     reject_attacks(config.attack)
+    if config.privacy.mode == "local":
+        raise ConfigError(
+            ["privacy.mode: given local, which a server cannot give: every owner does, with "
+             "`anycostfl join --clip-norm 1 --noise 1`"]
+        )  # fmt: skip
     precision = config.training.precision
     training = replace(config.training, precision="fp32" if precision == "auto" else precision)
     return replace(
         config,
         training=training,
         run=replace(config.run, checkpoint_every=1),
+        privacy=replace(config.privacy, secret=True),
         aggregation=served(config.aggregation),
         limits=replace(config.limits, claims=config.limits.claims or "median"),
     )

@@ -51,6 +51,7 @@ FAR_AHEAD = "the server's clock says %s, more than %s ahead; set the clock of th
 SIGNED = 4  # times at most, one request
 POLL_MIN_S, POLL_MAX_S = 0.1, 1.0  # between two looks for work
 POLL_IDLE_S, IDLE_SHARE = 10.0, 0.05  # of a device without work: the share of its idle time
+RETRY_S = 2.0  # before trying again a server that refuses
 PAUSE_MAX_S = 10.0  # before trying an unreachable server again
 STOP_S, GIVE_UP_S = 10.0, 180.0  # of a SuperNode: to stop, and to keep starting it again
 WRONG_SERVER = ("CERTIFICATE_VERIFY_FAILED", "WRONG_VERSION_NUMBER")
@@ -144,6 +145,7 @@ def enter(address: Address, client: FleetClient, public_key: bytes) -> int:
     if address.key is None:
         with suppress(httpx.HTTPStatusError):  # it may still be registered
             client.register(public_key)
+    pause_s = RETRY_S
     until = math.inf  # counts from the first refusal: the server may not have been there before
     while True:
         try:
@@ -156,7 +158,8 @@ def enter(address: Address, client: FleetClient, public_key: bytes) -> int:
                     "among the server's keys/devices/*.pub, and no other process using it?"
                 ) from error
             log(WARNING, "refused by the server (%s), trying again", _why(error))
-            time.sleep(2.0)
+            time.sleep(pause_s)  # it may have many keys to register, and as many devices that try
+            pause_s = min(1.5 * pause_s, PAUSE_MAX_S)
 
 
 @contextmanager
