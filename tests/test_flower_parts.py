@@ -536,6 +536,41 @@ def test_control_is_for_this_machine_only(path: str, caller: str, *, allowed: bo
     assert allowed or answers[0]["status"] == 403
 
 
+def test_devices_wait_until_all_keys_are_registered(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(CLOSED_VARIABLE, "1")
+    reached: list[str] = []
+
+    async def behind(scope: Scope, _receive: Receive, _send: Send) -> None:
+        reached.append(scope["path"])
+
+    async def ask(control: LocalControl, path: str, caller: str) -> int:
+        answers: list[Any] = [{"status": 200}]
+
+        async def send(message: Any) -> None:
+            answers.append(message)
+
+        async def receive() -> Any:
+            return {"type": "http.request"}
+
+        scope = {"type": "http", "path": path, "client": (caller, 1), "method": "POST"}
+        await control(scope, receive, send)
+        return int(answers[1 if "status" in answers[-1] or len(answers) > 1 else 0]["status"])
+
+    async def all_of() -> list[int]:
+        control, device = LocalControl(behind), "192.168.1.9"
+        return [
+            await ask(control, "/v1/fleet/activate-node", device),
+            await ask(control, OPEN_PATH, device),  # a stranger cannot open it
+            await ask(control, "/v1/fleet/activate-node", device),
+            await ask(control, "/v1/control/register-node", "127.0.0.1"),
+            await ask(control, OPEN_PATH, "127.0.0.1"),
+            await ask(control, "/v1/fleet/activate-node", device),
+        ]
+
+    assert asyncio.run(all_of()) == [503, 403, 503, 200, 200, 200]
+    assert reached == ["/v1/control/register-node", "/v1/fleet/activate-node"]
+
+
 @pytest.mark.parametrize(("parts", "read"), [(6, True), (7, False), (7000, False)])
 def test_a_request_longer_than_a_part_of_a_message_is_not_read(parts: int, *, read: bool) -> None:
     came: list[bytes] = []

@@ -151,7 +151,8 @@ def enter(address: Address, client: FleetClient, public_key: bytes) -> int:
         try:
             return client.activate(public_key, HEARTBEAT_S)
         except httpx.HTTPStatusError as error:
-            until = min(until, time.monotonic() + REFUSED_S)
+            if error.response.status_code != httpx.codes.SERVICE_UNAVAILABLE:  # it is not ready
+                until = min(until, time.monotonic() + REFUSED_S)
             if time.monotonic() > until:
                 raise RefusedError(
                     f"{address.server} refuses this device ({_why(error)}). Is its public key "
