@@ -86,6 +86,7 @@ log = logging.getLogger("flwr").log  # Flower's own logger, which its processes 
 
 ANSWER_BYTES = 32 << 20  # Flower sends messages in parts of 5 MiB
 MESSAGE_BYTES = memory_bytes() // 2
+KEEP_S = 25.0  # for the next request: a handshake costs more than many requests
 TIMEOUT_S = 30.0  # of a request, as Flower has it
 
 
@@ -152,7 +153,8 @@ class BoundedAnswers(httpx.BaseTransport):
     """Plain HTTP, with a limit on one answer and on all answers that make up a message."""
 
     def __init__(self, verify: ssl.SSLContext | bool) -> None:
-        self._inner = httpx.HTTPTransport(verify=verify)
+        limits = httpx.Limits(keepalive_expiry=KEEP_S)
+        self._inner = httpx.HTTPTransport(verify=verify, limits=limits)
         self.message = 0  # bytes of answers since the last message began
 
     def handle_request(self, request: httpx.Request) -> httpx.Response:

@@ -50,7 +50,7 @@ AHEAD = timedelta(days=1)  # that a server's clock is followed into the future
 FAR_AHEAD = "the server's clock says %s, more than %s ahead; set the clock of this device"
 SIGNED = 4  # times at most, one request
 POLL_MIN_S, POLL_MAX_S = 0.1, 1.0  # between two looks for work
-POLL_IDLE_S, GROWTH = 10.0, 1.4
+POLL_IDLE_S, GROWTH = 10.0, 1.4  # shorter than connections are kept
 IDLE_SHARE, BUSY_SHARE = 0.05, 0.05  # of the time without work; of the time that a server is asked
 RETRY_S = 2.0  # before trying again a server that refuses
 PAUSE_MAX_S = 10.0  # before trying an unreachable server again

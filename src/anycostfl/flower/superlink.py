@@ -165,7 +165,11 @@ def install_filter() -> None:
     """Put the filter and the limits into every server that this process starts from now on."""
     config, connection = uvicorn_classes()
     plain = config.__init__
-    limits = {"http": bounded(connection), "h11_max_incomplete_event_size": HEADER_BYTES}
+    limits = {
+        "http": bounded(connection),
+        "h11_max_incomplete_event_size": HEADER_BYTES,
+        "timeout_keep_alive": int(IDLE_S),  # uvicorn's five seconds cost idle devices a handshake
+    }
 
     def limited(self: Any, app: Application, *args: Any, **settings: Any) -> None:
         plain(self, LocalControl(app), *args, **{**settings, **limits, "ws": "none"})
