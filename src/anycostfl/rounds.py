@@ -122,11 +122,17 @@ def restored_state(
         fitted=point["fitted"],
         suspensions=suspensions_after(records, experiment.config.gate),
         ledger=ledger_of(records),
-        sizes=tuple(point["sizes"].get("recent", torch.zeros(0)).tolist()),
+        sizes=_sizes_in(point),
         best=point["best"],
         metrics=tuple(r.metric for r in records if r.metric is not None),
         taken=Counter(d.device for r in records for d in r.devices if d.status is Status.OK),
     )
+
+
+def _sizes_in(point: Checkpoint) -> tuple[float, ...]:
+    """The sizes in a checkpoint, which may be a stranger's."""
+    kept = point["sizes"].get("recent", torch.zeros(0)).double().flatten().tolist()
+    return tuple(size for size in kept if 0 < size < math.inf)
 
 
 # --- what the server tells each device ------------------------------------------------------------
