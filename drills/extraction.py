@@ -21,7 +21,7 @@ from torch.nn import functional as F
 
 from anycostfl.codec import Upload
 from anycostfl.config import load_preset
-from anycostfl.device import DeviceRuntime, Job, Training, learn_honestly, learn_privately
+from anycostfl.device import DeviceRuntime, Job, Learn, Training, learn_honestly, learn_privately
 from anycostfl.experiment import build_experiment, load_data
 from anycostfl.methods import load
 from anycostfl.server.privacy import Privacy
@@ -79,7 +79,7 @@ def recovered(case: Case, seed: int) -> int:
     sub = experiment.net.shrink(1.0)
     rate = 1.0 if case.method == "fedavg" else config.limits.beta_max
     upload = Upload(rate, 1, bytes(32), experiment.blocks, method.codec)
-    learn = learn_honestly
+    learn: Learn = learn_honestly
     if case.noise:
         learn = learn_privately(learn, Privacy("local", 1.0, case.noise))
     reply = runtime.perform(sub, samples, Job(0, 1.0, upload, seed, 0.1), learn)

@@ -257,7 +257,8 @@ def journal_target() -> Target:
 
 KINDS = (
     "model/w", "velocity/w", "public/w", "moved/conv", "memory/7/w", "memory/-1/w", "memory/x/w",
-    "sizes/recent", "best/w", "sizes", "memory//w", "memory/7", "memory", "memory/", "memoryx/w", "w", "", "/", "/w", "model/",
+    "sizes/recent", "best/w", "sizes", "memory//w", "memory/7", "memory", "memory/", "memoryx/w",
+    "w", "", "/", "/w", "model/",
 )  # fmt: skip
 ROUNDS: tuple[Any, ...] = (0, 1, -1, 2**70, 1.0, True, None, "1", [], {})
 

@@ -371,8 +371,8 @@ def close_round(
     record = RoundRecord(plan.number, None, devices, step_bytes, remark=remark)
     taken, privacy = state.taken.copy(), experiment.config.privacy
     taken.update(d.device for d in devices if d.status is Status.OK)
-    spent = privacy.spent(max(taken.values(), default=0))
-    record = replace(record, epsilon=spent)
+    if privacy.mode != "none":
+        record = replace(record, epsilon=privacy.spent(max(taken.values(), default=0)))
     state = replace(
         state,
         rounds=plan.number + 1,

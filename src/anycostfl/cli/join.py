@@ -29,6 +29,13 @@ DATA = (
 )
 
 
+Methods = Annotated[str, Option(help="Methods to take part in, by commas; empty: all")]
+MaxEpochs = Annotated[int, Option(help="Local epochs to train at most; 0: any")]
+MinBatch = Annotated[int, Option(help="Samples of a batch at the least; 0: any")]
+ClipNorm = Annotated[float, Option(help="Norm that updates are scaled down to; 0: any")]
+Noise = Annotated[float, Option(help="Noise on updates, in multiples of --clip-norm; 0: none")]
+
+
 def join(
     server: Annotated[str, Argument(help="HOST:PORT of `anycostfl serve`")],
     device: Annotated[int, Option(min=0, help="Number of this device in the fleet, from 0")],
@@ -50,13 +57,11 @@ def join(
         bool, Option("--all-data", hidden=True, help="Train on all of --data, as without it")
     ] = False,
     threads: Annotated[int, Option(help="Training threads; 0: one per core")] = 0,
-    methods: Annotated[str, Option(help="Methods to take part in, by commas; empty: all")] = "",
-    max_epochs: Annotated[int, Option(help="Local epochs to train at most; 0: any")] = 0,
-    clip_norm: Annotated[float, Option(help="Norm that updates are scaled down to; 0: any")] = 0.0,
-    noise: Annotated[
-        float, Option(help="Noise on updates, in multiples of --clip-norm; 0: none")
-    ] = 0.0,
-    min_batch: Annotated[int, Option(help="Samples of a batch at the least; 0: any")] = 0,
+    methods: Methods = "",
+    max_epochs: MaxEpochs = 0,
+    min_batch: MinBatch = 0,
+    clip_norm: ClipNorm = 0.0,
+    noise: Noise = 0.0,
     patience_s: Annotated[
         float, Option(help="Seconds to try an unreachable server; 0: forever")
     ] = 0.0,
@@ -76,20 +81,10 @@ def join(
     from anycostfl.flower.node import join as be_a_node  # noqa: PLC0415
 
     setup = apps.Setup(
-        device=device,
-        profile=profile,
-        rate_bps=rate_bps,
-        latency_s=latency_s,
-        energy_j=energy_j,
-        data=data,
-        split=split,
-        threads=threads or cores(),
-        methods=methods,
-        max_epochs=max_epochs,
-        min_batch=min_batch,
-        clip_norm=clip_norm,
-        noise=noise,
-    )
+        device=device, profile=profile, rate_bps=rate_bps, latency_s=latency_s, energy_j=energy_j,
+        data=data, split=split, threads=threads or cores(), methods=methods, max_epochs=max_epochs,
+        min_batch=min_batch, clip_norm=clip_norm, noise=noise,
+    )  # fmt: skip
     address = Address(server, trust, key, patience_s)
     if problems := [*_address_problems(address, insecure=insecure), *_setup_problems(setup)]:
         raise ConfigError(problems)

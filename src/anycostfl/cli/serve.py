@@ -26,6 +26,12 @@ if TYPE_CHECKING:
     from anycostfl.flower.link import ServerOptions
 
 
+MinReplies = Annotated[
+    int, Option(help="With fewer, a round changes nothing; 0: 2, if the cohort allows")
+]
+CloseAfter = Annotated[int, Option(help="Replies that end a round before its deadline; 0: all")]
+
+
 def serve(
     preset: shared.MaybePreset = None,
     set_: shared.Overrides = None,
@@ -38,12 +44,8 @@ def serve(
         bool, Option("--insecure", help="No TLS and no keys: anyone may join")
     ] = False,
     wait_for: Annotated[int, Option(help="Devices to wait for; 0: a full cohort")] = 0,
-    min_replies: Annotated[
-        int, Option(help="With fewer, a round changes nothing; 0: 2, if the cohort allows")
-    ] = 0,
-    close_after: Annotated[
-        int, Option(help="Replies that end a round before its deadline; 0: all")
-    ] = 0,
+    min_replies: MinReplies = 0,
+    close_after: CloseAfter = 0,
     deadline_s: Annotated[float, Option(help="Deadline of a round, in seconds")] = 120.0,
     patience_s: Annotated[float, Option(help="Seconds to wait for devices")] = 600.0,
     json: Json = False,
@@ -75,9 +77,8 @@ def serve(
         server_experiment(config)  # before the folder: if this fails, none is left
     writer = open_folder(before, out_dir, name, config)
     records = before.records if before else []
-    policy = RoundPolicy(
-        deadline_s, wait_for or config.fleet.cohort, min_replies, patience_s, close_after
-    )
+    wait_for = wait_for or config.fleet.cohort
+    policy = RoundPolicy(deadline_s, wait_for, min_replies, patience_s, close_after)
     options = ServerOptions(writer.folder, host, port, folder, policy)
     with open_superlink(options) as superlink:
         if not json:

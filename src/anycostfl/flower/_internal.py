@@ -86,6 +86,7 @@ log = logging.getLogger("flwr").log  # Flower's own logger, which its processes 
 
 ANSWER_BYTES = 32 << 20  # Flower sends messages in parts of 5 MiB
 MESSAGE_BYTES = memory_bytes() // 2
+CONNECTIONS = 2  # of a device: Flower fetches parts of a message by ten at once, a handshake each
 KEEP_S = 25.0  # for the next request: a handshake costs more than many requests
 TIMEOUT_S = 30.0  # of a request, as Flower has it
 
@@ -153,7 +154,7 @@ class BoundedAnswers(httpx.BaseTransport):
     """Plain HTTP, with a limit on one answer and on all answers that make up a message."""
 
     def __init__(self, verify: ssl.SSLContext | bool) -> None:
-        limits = httpx.Limits(keepalive_expiry=KEEP_S)
+        limits = httpx.Limits(max_connections=CONNECTIONS, keepalive_expiry=KEEP_S)
         self._inner = httpx.HTTPTransport(verify=verify, limits=limits)
         self.message = 0  # bytes of answers since the last message began
 
