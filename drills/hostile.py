@@ -19,6 +19,7 @@ from pathlib import Path
 
 import httpx
 
+from anycostfl.errors import AnycostError
 from anycostfl.flower.keys import private_key
 from anycostfl.flower.node import Address, open_client
 from drills.common import Order, Report
@@ -53,7 +54,7 @@ def drill(order: Order) -> Report:
                 break
             time.sleep(1.0)
         attackers.stop.set()
-        there.check(report, exact=True)
+        there.check(report, exact=False)
         log = sum(path.stat().st_size for path in (there.run / "flower").glob("server.log*"))
         report.injected = sum(attackers.done.values())
         report.expect(peak < MOST_MEMORY, f"memory: {peak >> 20} MiB")
@@ -79,7 +80,7 @@ class Attackers:
 
     def _repeat(self, what: Callable[[], None]) -> None:
         while not self.stop.wait(PAUSE_S):
-            with suppress(OSError, httpx.HTTPError, ValueError):
+            with suppress(OSError, httpx.HTTPError, ValueError, AnycostError):
                 what()
                 self.done[what.__name__.strip("_")] += 1
 
