@@ -87,6 +87,7 @@ log = logging.getLogger("flwr").log  # Flower's own logger, which its processes 
 ANSWER_BYTES = 32 << 20  # Flower sends messages in parts of 5 MiB
 MESSAGE_BYTES = memory_bytes() // 2
 CONNECTIONS = 2  # of a device: Flower fetches parts of a message by ten at once, a handshake each
+PULL_S = 300.0  # until all parts of a message are there; the sender may be busy with others'
 KEEP_S = 25.0  # for the next request: a handshake costs more than many requests
 TIMEOUT_S = 30.0  # of a request, as Flower has it
 
@@ -253,7 +254,7 @@ class FleetClient:
                 make.make_pull_object_fn_protobuf(self._retried("PullObject"), *about),
                 make.make_confirm_message_received_fn_protobuf(confirm, *about),
                 return_type=Message,
-                max_time=60.0,
+                max_time=PULL_S,
                 initial_backoff=0.1,
             )
         except flower.inflatable_utils.ObjectPullError as error:
