@@ -50,6 +50,9 @@ def join(
         bool, Option("--all-data", hidden=True, help="Train on all of --data, as without it")
     ] = False,
     threads: Annotated[int, Option(help="Training threads; 0: one per core")] = 0,
+    methods: Annotated[str, Option(help="Methods to take part in, by commas; empty: all")] = "",
+    max_epochs: Annotated[int, Option(help="Local epochs to train at most; 0: any")] = 0,
+    min_batch: Annotated[int, Option(help="Samples of a batch at the least; 0: any")] = 0,
     patience_s: Annotated[
         float, Option(help="Seconds to try an unreachable server; 0: forever")
     ] = 0.0,
@@ -69,7 +72,17 @@ def join(
     from anycostfl.flower.node import join as be_a_node  # noqa: PLC0415
 
     setup = apps.Setup(
-        device, profile, rate_bps, latency_s, energy_j, data, split, threads or cores()
+        device=device,
+        profile=profile,
+        rate_bps=rate_bps,
+        latency_s=latency_s,
+        energy_j=energy_j,
+        data=data,
+        split=split,
+        threads=threads or cores(),
+        methods=methods,
+        max_epochs=max_epochs,
+        min_batch=min_batch,
     )
     address = Address(server, trust, key, patience_s)
     if problems := [*_address_problems(address, insecure=insecure), *_setup_problems(setup)]:

@@ -88,6 +88,7 @@ class RoundRecord:
     devices: tuple[DeviceRecord, ...]
     step_bytes: int = 0  # of the step to the next public model, if there is one (`downlink`)
     others: Mapping[str, float] = field(default_factory=dict)
+    remark: str = ""  # what happened to the model besides, such as going back to an earlier one
 
     @property
     def latency_s(self) -> float:
@@ -199,6 +200,7 @@ def summarise(
         "updates_excluded": kinds[Status.EXCLUDED],
         "devices_suspended": len({d.device for d in devices if d.status is Status.SUSPENDED}),
         "rounds_suspended": kinds[Status.SUSPENDED],
+        "rounds_remarked": sum(bool(record.remark) for record in records),
         "target": target,
         "rounds_to_target": rounds,
         "minutes_to_target": there and there.latency_s / 60,
