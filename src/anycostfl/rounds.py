@@ -430,9 +430,9 @@ def accepted(
     for outcome in outcomes:
         if outcome.status is Status.OK:
             decoded = _decode(experiment.method, outcome.assignment, outcome.reply)
-            yield Contribution(
-                outcome.assignment.plan, clipped(decoded, bound), outcome.assignment.weight
-            )
+            # An update of half the steps counts half.
+            weight = outcome.assignment.weight * outcome.reply.done
+            yield Contribution(outcome.assignment.plan, clipped(decoded, bound), weight)
 
 
 def exclude(
@@ -585,6 +585,8 @@ def _performed(
         wire_bytes_up=reply.wire_bytes_up,
         wire_bytes_down=reply.wire_bytes_down,
         busy_s=reply.busy_s,
+        done=reply.done,
+        measured=reply.measured,
         binds=tuple(word for flag, word in BIND_WORDS.items() if flag & int(strategies.binds[i])),
         duplicates=outcome.duplicates,
         agreement=outcome.agreement,
