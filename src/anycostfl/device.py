@@ -2,6 +2,8 @@
 
     u = w_before − w_after,   payload = encode(u)
 
+The work ω is the share of the τ epochs' samples that a device goes through; above 1 it goes on.
+
 Written for speed where it matters: samples are tensors that are indexed, the optimizer is a few
 fused calls, nothing is logged. Plain SGD is the paper's and the default.
 
@@ -16,7 +18,7 @@ import ctypes
 import itertools
 import math
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
 from importlib import import_module
@@ -34,11 +36,12 @@ from anycostfl.feedback import encode_with_feedback, no_residual
 from anycostfl.methods import Method
 from anycostfl.metrics import Metric
 from anycostfl.shrink import ElasticModel, Order, SubModel
+from anycostfl.shrink.widths import Region, put, take
 from anycostfl.state import State
 from anycostfl.tasks import Task
 
 TRIM_THRESHOLD, MMAP_THRESHOLD = -1, -3  # options of glibc's mallopt
-DROPOUT, AUGMENT = 0x5EED, 0xA06  # derive further seeds from the one that shuffles
+DROPOUT, AUGMENT, WIDTHS = 0x5EED, 0xA06, 0x317  # derive further seeds from the one that shuffles
 TEST_CHUNK, TEST_BATCH = 1000, 100  # samples
 ADAM = (0.9, 0.999)  # how much of the two moments is kept
 
@@ -57,6 +60,7 @@ class Training:
     optimizer: Annotated[str, OneOf(("sgd", "adam", "adamw"))] = "sgd"
     momentum: Annotated[float, Interval(0.0, 0.999)] = 0.0  # of SGD
     weight_decay: Annotated[float, Interval(0.0)] = 0.0
+    proximal: Annotated[float | None, Interval(0.0)] = None  # μ of FedProx; unset: the method's
     clip_norm: Annotated[float, Interval(0.0)] = 0.0  # 0 is off
     augment: bool = False  # as the task says, if it says how
     precision: Annotated[str, OneOf(("auto", "fp32", "bf16"))] = "auto"
@@ -85,7 +89,7 @@ class Job:
     """What the server asks of a device: its width, how to upload, its seed, what it remembered.
 
     A device remembers channels where they were at first; `moved` says where each came from since.
-    `learning_rate` is the round's.
+    `learning_rate` is the round's, `work` a factor on the local steps.
     """
 
     device: int
@@ -95,6 +99,7 @@ class Job:
     learning_rate: float
     memory: State | None = None
     moved: Order = field(default_factory=dict)
+    work: float = 1.0
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -160,6 +165,17 @@ class DeviceRuntime:
             chunk = whole.take(slice(start, start + TEST_CHUNK))
             yield measure(module, chunk, self.task.metrics, self.training, owners)
 
+    @property
+    def proximal(self) -> float:
+        """What pulls local weights back to the global ones, as asked or as the method has it."""
+        asked = self.training.proximal
+        return self.method.proximal if asked is None else asked
+
+    def nested(self, sub: SubModel) -> list[SubModel]:
+        """The narrower models inside a sub-model that its steps alternate with."""
+        levels = nested_levels(self.method.levels, sub.plan.alpha)
+        return [self.net.shrink(level) for level in levels]
+
     def _permuted(self, state: State, order: Order) -> State:
         return self.net.permute(state, order) if order else state
 
@@ -171,7 +187,16 @@ def learn_honestly(runtime: DeviceRuntime, sub: SubModel, samples: Samples, job:
     task, training, epochs = runtime.task, runtime.training, runtime.epochs
     try:
         return train(
-            sub.module, samples, task, training, job.seed, epochs=epochs, rate=job.learning_rate
+            sub.module,
+            samples,
+            task,
+            training,
+            job.seed,
+            epochs=epochs,
+            rate=job.learning_rate,
+            work=job.work,
+            proximal=runtime.proximal,
+            nested=runtime.nested(sub),
         )
     except ValueError as error:
         if len(samples) > 1:
@@ -188,10 +213,15 @@ def train(
     *,
     epochs: int = 1,
     rate: float | None = None,
+    work: float = 1.0,
+    proximal: float = 0.0,
+    nested: Sequence[SubModel] = (),
 ) -> dict[str, Tensor]:
     """Train in place; returns the update of every trained parameter, in main memory.
 
-    `rate` is the learning rate of the round, if it is not that of the first.
+    `rate` is the learning rate of the round, if it is not that of the first; `work` a factor on
+    the local steps. `proximal` pulls weights back to where they began; steps alternate with the
+    `nested` models.
     """
     device = torch.device("cpu" if training.device == "auto" else training.device)
     generator = torch.Generator().manual_seed(seed)
@@ -202,22 +232,82 @@ def train(
     module.train()
     weights: list[Tensor] = [p for p in module.parameters() if p.requires_grad]
     rate = training.learning_rate if rate is None else rate
-    take_step = optimizer_of(weights, training, rate)
+    take_step = _proximal(optimizer_of(weights, training, rate), weights, proximal)
+    parts = _alternating(module, nested, seed)
     bf16, convolutions = training.precision == "bf16", _convolutions(training)
     augment = _augmentation(task, training, seed)
     with _drawing_alike(seed, device):
-        for _ in range(epochs):
-            order = torch.randperm(len(held), generator=generator)
-            for part in batches(order, training.batch):
-                batch = held.take(part.to(device))
+        for count in epoch_parts(len(held), epochs, work):
+            order = torch.randperm(len(held), generator=generator)[:count]
+            for chosen in batches(order, training.batch):
+                batch = held.take(chosen.to(device))
                 inputs, targets = augment(batch.inputs, batch.targets)
                 inputs = lay_out(inputs)
                 with torch.autocast(device.type, torch.bfloat16, enabled=bf16), convolutions():
-                    outputs = call(module, inputs)
+                    part = next(parts)
+                    outputs = call(part.module, inputs)
                 loss = task.loss(_as_float32(outputs), targets)
-                take_step(_gradients(loss, weights))
+                take_step(part.gradients(loss))
     after = dict(module.named_parameters())
     return {n: (w - after[n].detach()).contiguous().cpu() for n, w in before.items()}
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Part:
+    """What one local step trains: the whole of a module, or a narrower model inside it."""
+
+    module: nn.Module
+    whole: Mapping[str, nn.Parameter]
+    index: Mapping[str, Region] | None = None
+
+    def gradients(self, loss: Tensor) -> list[Tensor]:
+        """The gradients of the whole, zero outside the part."""
+        own = dict(self.module.named_parameters())
+        found = _gradients(loss, [own[name] for name in self.whole])
+        if self.index is None:
+            return found
+        padded = [torch.zeros_like(w) for w in self.whole.values()]
+        for name, into, gradient in zip(self.whole, padded, found, strict=True):
+            put(into, self.index[name], gradient)
+        return padded
+
+    @torch.no_grad()
+    def refreshed(self) -> _Part:
+        """With the whole's weights as they are now."""
+        if self.index is not None:
+            for name, own in self.module.named_parameters():
+                if name in self.whole:
+                    own.copy_(take(self.whole[name], self.index[name]))
+        return self
+
+
+def _alternating(module: nn.Module, nested: Sequence[SubModel], seed: int) -> Iterator[_Part]:
+    """What each step trains: always the module, or it and its nested models in random turns."""
+    whole = {name: p for name, p in module.named_parameters() if p.requires_grad}
+    parts = [_Part(module, whole)]
+    for sub in nested:
+        if any(isinstance(place, Tensor) for name in whole for place in sub.plan.index[name]):
+            raise UpdateError("nested widths: this model's sub-models are not prefixes")
+        sub.module.to(next(iter(whole.values())).device).train()
+        parts.append(_Part(sub.module, whole, sub.plan.index))
+    random = torch.Generator().manual_seed(seed ^ WIDTHS)
+    while True:
+        for i in torch.randperm(len(parts), generator=random).tolist():
+            yield parts[i].refreshed()
+
+
+def _proximal(take_step: Step, weights: list[Tensor], strength: float) -> Step:
+    """FedProx's local step: the gradient of loss + μ/2·‖w − w₀‖²."""
+    if not strength:
+        return take_step
+    start = [w.detach().clone() for w in weights]
+
+    @torch.no_grad()
+    def step(gradients: list[Tensor]) -> None:
+        away = torch._foreach_sub(weights, start)
+        take_step(list(torch._foreach_add(gradients, away, alpha=strength)))
+
+    return step
 
 
 def _as_float32(outputs: Tree) -> Tree:
@@ -269,6 +359,32 @@ def _layout(module: nn.Module, inputs: Tree, training: Training) -> Callable[[Tr
         return leaf.contiguous(memory_format=chosen) if leaf.dim() == 4 else leaf.contiguous()
 
     return lambda batch: tree_map(lay_out, batch)
+
+
+def epoch_parts(samples: int, epochs: int, work: float) -> list[int]:
+    """How many samples each local epoch goes through, if `work` of the epochs is to be done.
+
+    A further epoch of one sample is left out: it would be one step, all noise.
+    """
+    total = max(min(2, samples), math.floor(work * epochs * samples + 1e-9))
+    whole, rest = divmod(total, samples)
+    return [samples] * whole + ([rest] if rest > 1 or not whole else [])
+
+
+def steps_of(samples: int, batch: int, epochs: int, work: float) -> int:
+    """How many local steps that takes."""
+    parts = epoch_parts(samples, epochs, work)
+    return sum(len(batches(torch.arange(part), batch)) for part in parts)
+
+
+def share_done(samples: int, epochs: int, work: float) -> float:
+    """The share of the epochs' samples that a device really goes through."""
+    return sum(epoch_parts(samples, epochs, work)) / (epochs * samples)
+
+
+def nested_levels(levels: Sequence[float], alpha: float) -> list[float]:
+    """The widths below its own that a device's steps alternate with."""
+    return [level for level in levels if level < alpha]
 
 
 def batches(order: Tensor, size: int) -> list[Tensor]:

@@ -19,6 +19,7 @@ from anycostfl.rounds import (
     ServerState,
     calibrate,
     close_round,
+    deployed,
     first_state,
     is_evaluated,
     open_round,
@@ -68,7 +69,7 @@ def run_rounds(
                 # Now and then: how good is the model?
                 if is_evaluated(run, number):
                     state = calibrate(experiment, state)
-                    record = with_score(record, devices.evaluate(state.weights))
+                    record = with_score(record, devices.evaluate(deployed(state)))
                 clock.lap("evaluate_s")
                 state = replace(state, memories=devices.memory())
             yield RoundResult(record, state, clock.laps)
