@@ -160,7 +160,11 @@ SPEECH: dict[str, Any] = {
 
 def sentence_pair() -> tuple[Any, ...]:
     """What an encoder-decoder takes: tokens, their mask, tokens."""
-    return torch.randint(90, (2, 10)), torch.ones(2, 10, dtype=torch.long), torch.randint(90, (2, 7))
+    return (
+        torch.randint(90, (2, 10)),
+        torch.ones(2, 10, dtype=torch.long),
+        torch.randint(90, (2, 7)),
+    )
 
 
 def spectrogram(bins: int, length: int) -> Example:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import re
+from collections.abc import Iterator
 from dataclasses import fields, is_dataclass
 from functools import reduce
 from pathlib import Path
@@ -71,8 +72,9 @@ def test_the_configuration_document_has_every_key_and_no_other() -> None:
         assert len(rows) == 1 or own == set(keys), name
 
 
-def test_the_configuration_document_names_all_there_is() -> None:
-    text = (ROOT / "docs/configuration.md").read_text()
+def test_the_reference_names_all_there_is() -> None:
+    pages = ("docs/configuration.md", "docs/run-directory.md", "docs/attacks.md")
+    text = "".join((ROOT / page).read_text() for page in pages)
     known = [*config.preset_names(), *config.profile_names(), *models.names(), *methods.names()]
     known += tasks.names()
     for name in [*known, *(f.name for f in fields(DeviceRecord)), *ATTACKS]:
@@ -83,11 +85,37 @@ def test_the_documents_name_the_formats_of_today() -> None:
     wire = (ROOT / "docs/wire-format.md").read_text()
     assert f"(`src/anycostfl/wire`): protocol {PROTOCOL}." in wire
     assert TOO_OLD in wire
-    assert f"`schema` ({SCHEMA})" in (ROOT / "docs/configuration.md").read_text()
+    assert f"`schema` ({SCHEMA})" in (ROOT / "docs/run-directory.md").read_text()
+
+
+PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md")])
+MOST_WORDS, LONGEST_SENTENCE = 2500, 45
+
+
+def sentences(text: str) -> Iterator[str]:
+    """The sentences of a page without code, tables, headings and the targets of links."""
+    text = re.sub(r"^```.*?^```$", "", text, flags=re.M | re.S)
+    text = re.sub(r"\]\([^)]*\)", "]", re.sub(r"`[^`]*`", "x", text))
+    for block in re.split(r"\n\s*\n|\n(?=\s*(?:[-*|#]|\d+\.)\s?)", text):
+        if not block.lstrip().startswith(("#", "|", "![", "<")):
+            yield from re.split(r"(?<=[.!?:])[\s*)]+(?=\W*[A-Z0-9α-ωx])", block)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_a_page_is_short_and_so_are_its_sentences(page: Path) -> None:
+    text = page.read_text()
+    assert len(text.split()) <= MOST_WORDS
+    long = [s for s in sentences(text) if len(s.split()) > LONGEST_SENTENCE]
+    assert not long
+
+
+def test_the_readme_and_the_claims_fit_one_page() -> None:
+    assert len((ROOT / "README.md").read_text().splitlines()) <= 120
+    assert len((ROOT / "docs/results/README.md").read_text().split()) <= 1500
 
 
 def test_documents_point_at_files_that_exist() -> None:
-    for document in [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *ROOT.glob("docs/**/*.md")]:
+    for document in PAGES:
         for link in re.findall(r"\]\(([^)#]+)\)", document.read_text()):
             if "://" not in link:
                 assert (document.parent / link).exists(), f"{document.name} links to {link}"

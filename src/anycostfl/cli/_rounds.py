@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import time
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import nullcontext, suppress
 from dataclasses import replace
 from pathlib import Path
@@ -21,6 +21,7 @@ from anycostfl.metrics import METRICS, MetricInfo
 from anycostfl.records.round import Records, RoundRecord, Status, total
 from anycostfl.records.run import ELSEWHERE, PAGE, RunWriter
 from anycostfl.report import draw_curves, summarise, write_page
+from anycostfl.report.trackers import Sink, values_of
 from anycostfl.runs import Resumed, begin, check_engine, resume
 
 WHAT_WOULD_DO = (
@@ -103,8 +104,9 @@ def follow(
     folder: Path,
     *,
     quiet: bool,
+    sinks: Sequence[Sink] = (),
 ) -> bool:
-    """Add rounds to the records as they come, show them, and keep the page of the run fresh.
+    """Add rounds to the records as they come, show and track them, and keep the page fresh.
 
     True if Ctrl-C stopped them.
     """
@@ -122,6 +124,8 @@ def follow(
         with bar if live else nullcontext():
             for record in rounds:
                 records.append(record)
+                for sink in sinks:
+                    sink(len(records), values_of(records, config.metric))
                 now = time.monotonic()
                 if live:
                     line = printable(_line(records, config.metric, now - before))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -19,6 +19,7 @@ from anycostfl.config import Config
 from anycostfl.errors import ConfigError
 from anycostfl.fleets.attackers import reject_attacks
 from anycostfl.records.round import Records, Status, total
+from anycostfl.report.trackers import tracking
 from anycostfl.server.robust import served
 
 if TYPE_CHECKING:
@@ -43,6 +44,10 @@ def serve(
     ] = 0,
     deadline_s: Annotated[float, Option(help="Deadline of a round, in seconds")] = 120.0,
     patience_s: Annotated[float, Option(help="Seconds to wait for devices")] = 600.0,
+    metrics: Annotated[
+        str, Option(metavar="PORT", help="Serve metrics for Prometheus at this port or HOST:PORT")
+    ] = "",
+    track: shared.Track = None,
     json: Json = False,
     rounds: shared.TotalRounds = None,
 ) -> None:
@@ -73,11 +78,14 @@ def serve(
     records = before.records if before else []
     policy = RoundPolicy(deadline_s, wait_for or config.fleet.cohort, min_replies, patience_s)
     options = ServerOptions(writer.folder, host, port, folder, policy)
-    with open_superlink(options) as superlink:
+    with (
+        tracking(track or (), writer.folder, asdict(config), metrics) as sinks,
+        open_superlink(options) as superlink,
+    ):
         if not json:
             _announce(options, config)
         finished = superlink.follow(config.run.rounds)
-        stopped = follow(finished, records, config, writer.folder, quiet=json)
+        stopped = follow(finished, records, config, writer.folder, quiet=json, sinks=sinks)
     conclude(config, writer.folder, records, stopped=stopped, json=json, real=True)
     if not json:
         _show_wire(records, superlink.restarts)

@@ -15,6 +15,7 @@ from collections.abc import Hashable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import MISSING, fields, is_dataclass
 from importlib import resources
+from importlib.metadata import entry_points
 from importlib.resources.abc import Traversable
 from pathlib import Path
 from typing import Any, TypeVar, get_args, get_origin, get_type_hints
@@ -38,16 +39,32 @@ def read_toml(file: Traversable, name: str) -> dict[str, Any]:
         raise ConfigError([f"not a TOML file: {error}"], name) from error
 
 
-def names_in(folder: str) -> list[str]:
-    """Every TOML file of one of the package's folders, by name."""
+def _packaged(folder: str) -> dict[str, Traversable]:
+    """Every TOML file of one of the package's folders and of plugins, by name.
+
+    An entry point `board = "their_package.boards"` is the file board.toml in that package.
+    """
     files = resources.files("anycostfl").joinpath(folder).iterdir()
-    return sorted(f.name.removesuffix(".toml") for f in files if f.name.endswith(".toml"))
+    found = {f.name.removesuffix(".toml"): f for f in files if f.name.endswith(".toml")}
+    for point in entry_points(group=f"anycostfl.{folder}"):
+        if point.name in found:
+            raise UnknownNameError(
+                f"the entry point {point.group}: {point.name} = {point.value} has the name of "
+                f"another of the {folder}; rename it"
+            )
+        found[point.name] = resources.files(point.module).joinpath(f"{point.name}.toml")
+    return found
+
+
+def names_in(folder: str) -> list[str]:
+    """The names of the presets or profiles that are installed."""
+    return sorted(_packaged(folder))
 
 
 def find_file(folder: str, name: str, what: str) -> Traversable:
-    """A file of the package by its name, or any file that ends in .toml."""
-    if name in names_in(folder):
-        return resources.files("anycostfl").joinpath(folder, f"{name}.toml")
+    """An installed file by its name, or any file that ends in .toml."""
+    if name in (packaged := _packaged(folder)):
+        return packaged[name]
     if name.endswith(".toml"):
         if not Path(name).is_file():
             where = "" if Path(name).is_absolute() else f" in {Path.cwd()}"

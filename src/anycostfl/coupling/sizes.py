@@ -206,4 +206,3 @@ def place_of_call(frame: FrameType) -> Place:
     while frame.f_code.co_filename.startswith(TORCH) and frame.f_back is not None:
         frame = frame.f_back
     return frame.f_code.co_filename, frame.f_lineno, frame.f_lasti
-

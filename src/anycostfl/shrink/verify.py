@@ -288,9 +288,7 @@ def _holds(tied: TiedWidths, names: set[str]) -> bool:
 def _two_at_least(spec: CutSpec, sets: Sequence[set[str]]) -> CutSpec:
     """Keep these groups above their narrowest position."""
     names = set().union(*sets)
-    ties = tuple(
-        replace(t, least=min(2, t.steps)) if _holds(t, names) else t for t in spec.ties
-    )
+    ties = tuple(replace(t, least=min(2, t.steps)) if _holds(t, names) else t for t in spec.ties)
     return spec if ties == spec.ties else replace(spec, ties=ties)
 
 
