@@ -21,6 +21,7 @@ from anycostfl.rounds import (
     close_round,
     first_state,
     is_evaluated,
+    keep_best,
     open_round,
     with_score,
 )
@@ -69,6 +70,7 @@ def run_rounds(
                 if is_evaluated(run, number):
                     state = calibrate(experiment, state)
                     record = with_score(record, devices.evaluate(state.weights))
+                    state, record = keep_best(experiment, state, record)
                 clock.lap("evaluate_s")
                 state = replace(state, memories=devices.memory())
             yield RoundResult(record, state, clock.laps)

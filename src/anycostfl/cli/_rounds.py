@@ -15,7 +15,7 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
 from anycostfl.cli._console import emit_json, note, out, print_table, say
 from anycostfl.config import Config, to_toml
-from anycostfl.errors import ConfigError, MissingExtraError
+from anycostfl.errors import ConfigError, MissingExtraError, printable
 from anycostfl.files import writing_to
 from anycostfl.metrics import METRICS, MetricInfo
 from anycostfl.records.round import Records, RoundRecord, Status, total
@@ -37,6 +37,7 @@ MISHAPS = {
     "updates_excluded": "excluded",
     "devices_suspended": "devices suspended",
     "rounds_suspended": "rounds suspended",
+    "rounds_remarked": "model reset, rounds",
 }
 
 
@@ -127,11 +128,13 @@ def follow(
                     sink(len(records), values_of(records, config.metric))
                 now = time.monotonic()
                 if live:
-                    line = _line(records, config.metric, now - before)
+                    line = printable(_line(records, config.metric, now - before))
                     bar.update(task, completed=len(records), description=line)
                 elif not quiet:
                     say(f"round {len(records):4d}  {_line(records, config.metric, now - before)}")
                 before = now
+                if record.remark and not quiet:
+                    note(f"round {len(records)}: {record.remark}")
                 if len(records) % config.run.checkpoint_every == 0 and len(records) >= next_page:
                     _write_views(config, folder, records, curves=False)
                     next_page = 1.05 * len(records)  # so that pages of long runs cost little in all

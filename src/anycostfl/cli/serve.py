@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated
 from typer import Exit, Option
 
 from anycostfl.cli import _options as shared
-from anycostfl.cli._console import Json, print_table, say
+from anycostfl.cli._console import Json, note, print_table, say
 from anycostfl.cli._flower import hush_flower, need_flower
 from anycostfl.cli._rounds import conclude, follow, open_folder, resume_run
 from anycostfl.config import Config
@@ -20,6 +20,7 @@ from anycostfl.errors import ConfigError
 from anycostfl.fleets.attackers import reject_attacks
 from anycostfl.records.round import Records, Status, total
 from anycostfl.report.trackers import tracking
+from anycostfl.server.robust import served
 
 if TYPE_CHECKING:
     from anycostfl.flower.keys import KeyFolder
@@ -38,7 +39,9 @@ def serve(
         bool, Option("--insecure", help="No TLS and no keys: anyone may join")
     ] = False,
     wait_for: Annotated[int, Option(help="Devices to wait for; 0: a full cohort")] = 0,
-    min_replies: Annotated[int, Option(help="With fewer, a round changes nothing")] = 1,
+    min_replies: Annotated[
+        int, Option(help="With fewer, a round changes nothing; 0: 2, if the cohort allows")
+    ] = 0,
     deadline_s: Annotated[float, Option(help="Deadline of a round, in seconds")] = 120.0,
     patience_s: Annotated[float, Option(help="Seconds to wait for devices")] = 600.0,
     metrics: Annotated[
@@ -52,19 +55,21 @@ def serve(
     need_flower()
     hush_flower()
     from anycostfl.flower.fleet import RoundPolicy  # noqa: PLC0415
-    from anycostfl.flower.keys import KeyFolder  # noqa: PLC0415 - optional
+    from anycostfl.flower.keys import KeyFolder, check_expiry  # noqa: PLC0415 - optional
     from anycostfl.flower.link import ServerOptions, check_port, open_superlink  # noqa: PLC0415
     from anycostfl.flower.server import server_experiment  # noqa: PLC0415
 
     folder = None if insecure else KeyFolder(keys)
     if folder:
         _check_keys(folder)
+        note(*check_expiry(folder))
     check_port(host, port)
     before, name = None, preset or "demo"
     if resume is not None:
         besides = {"a preset": preset, "--set": set_, "--out": out_dir}
         before = resume_run(resume, rounds, besides, simulated=False)
     config = for_devices(before.config if before else shared.load_config(name, set_, rounds))
+    min_replies = min_replies or min(2, config.fleet.cohort)
     seconds = {"--deadline-s": deadline_s, "--patience-s": patience_s}
     _check_policy(config, seconds, wait_for, min_replies)
     if before is None:
@@ -117,11 +122,20 @@ def _check_policy(
 
 
 def for_devices(config: Config) -> Config:
-    """Leave to each device what it computes on, and lose no round if the server is killed."""
+    """Leave to each device what it computes on, and lose no round if the server is killed.
+
+    Defences that are off in simulation unless asked for are on.
+    """
     reject_attacks(config.attack)
     precision = config.training.precision
     training = replace(config.training, precision="fp32" if precision == "auto" else precision)
-    return replace(config, training=training, run=replace(config.run, checkpoint_every=1))
+    return replace(
+        config,
+        training=training,
+        run=replace(config.run, checkpoint_every=1),
+        aggregation=served(config.aggregation),
+        limits=replace(config.limits, claims=config.limits.claims or "median"),
+    )
 
 
 def _announce(options: ServerOptions, config: Config) -> None:

@@ -10,8 +10,9 @@ from __future__ import annotations
 
 import hashlib
 import logging
+import ssl
 import sys
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
 from enum import IntEnum
 from functools import cache, partial
@@ -26,6 +27,7 @@ from flwr.app import Message, UserConfig
 from flwr.serverapp import Grid
 
 from anycostfl.errors import AnycostError, ConfigError
+from anycostfl.files import memory_bytes
 from anycostfl.flower.keys import public_key
 
 NEEDS: Mapping[str, tuple[str, ...]] = {
@@ -80,6 +82,11 @@ NEEDS: Mapping[str, tuple[str, ...]] = {
 log = logging.getLogger("flwr").log  # Flower's own logger, which its processes show
 
 
+ANSWER_BYTES = 32 << 20  # Flower sends messages in parts of 5 MiB
+MESSAGE_BYTES = memory_bytes() // 2
+TIMEOUT_S = 30.0  # of a request, as Flower has it
+
+
 class TransferError(AnycostError):
     """A message that did not arrive whole."""
 
@@ -127,8 +134,61 @@ def available(capability: str, otherwise: str) -> bool:
 
 # --- devices --------------------------------------------------------------------------------------
 
+
+def _tls(trust: bytes) -> ssl.SSLContext:
+    """What recognises a server by a certificate, and nothing else."""
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    context.load_verify_locations(cadata=trust.decode("ascii"))
+    return context
+
+
 Retry = Callable[[Callable[[], Any]], Any]
 """Makes a request, again while the server cannot be reached."""
+
+
+class BoundedAnswers(httpx.BaseTransport):
+    """Plain HTTP, with a limit on one answer and on all answers that make up a message."""
+
+    def __init__(self, verify: ssl.SSLContext | bool) -> None:
+        self._inner = httpx.HTTPTransport(verify=verify)
+        self.message = 0  # bytes of answers since the last message began
+
+    def handle_request(self, request: httpx.Request) -> httpx.Response:
+        """The answer to a request, read only as far as the limits go."""
+        request.headers["accept-encoding"] = "identity"  # a few packed bytes may be gigabytes
+        answer = self._inner.handle_request(request)
+        if answer.headers.get("content-encoding", "identity") != "identity":
+            answer.close()
+            raise httpx.RemoteProtocolError("the server packs its answer, which was not asked for")
+        return httpx.Response(
+            answer.status_code,
+            headers=answer.headers,
+            stream=_Counted(cast(httpx.SyncByteStream, answer.stream), self),
+            extensions=answer.extensions,
+        )
+
+    def close(self) -> None:
+        """Close all connections."""
+        self._inner.close()
+
+
+class _Counted(httpx.SyncByteStream):
+    def __init__(self, parts: httpx.SyncByteStream, counter: BoundedAnswers) -> None:
+        self._parts, self._counter = parts, counter
+
+    def __iter__(self) -> Iterator[bytes]:
+        size = 0
+        for part in self._parts:
+            size += len(part)
+            self._counter.message += len(part)
+            if size > ANSWER_BYTES:
+                raise httpx.RemoteProtocolError(f"an answer of more than {ANSWER_BYTES} bytes")
+            if self._counter.message > MESSAGE_BYTES:
+                raise TransferError(f"it has more than {MESSAGE_BYTES} bytes")
+            yield part
+
+    def close(self) -> None:
+        self._parts.close()
 
 
 class FleetClient:
@@ -140,6 +200,10 @@ class FleetClient:
         self._client = flower.FleetHttpClient.from_server_address(
             server, insecure=trust is None, root_certificates=trust, interceptors=[kind, signer]
         )
+        # Flower's own client follows redirects and reads answers of any length into memory.
+        self._answers = BoundedAnswers(_tls(trust) if trust else False)
+        self._client._client.close()
+        self._client._client = httpx.Client(transport=self._answers, timeout=TIMEOUT_S)
         self._retry = retry
 
     def close(self) -> None:
@@ -169,6 +233,7 @@ class FleetClient:
 
     def pull(self, node_id: int) -> Message | None:
         """The next message for this node, if there is one."""
+        self._answers.message = 0
         flower, node = self._flower, self._flower.Node(node_id=node_id)
         request = flower.fleet_pb2.PullMessagesRequest(node=node)
         found = self._retried("PullMessages")(request)

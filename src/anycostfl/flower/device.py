@@ -7,6 +7,7 @@ the one before, so that a round which the server has to repeat starts from the s
 
 from __future__ import annotations
 
+import math
 import time
 from dataclasses import dataclass, fields, replace
 from functools import lru_cache
@@ -34,7 +35,8 @@ from anycostfl.experiment import (
     trace_model,
 )
 from anycostfl.flower.messages import read_state, to_envelope, to_records, write_state
-from anycostfl.planning.cost import Devices, make_devices
+from anycostfl.flower.policy import Policy, check_cost
+from anycostfl.planning.cost import Devices, Workload, make_devices
 from anycostfl.planning.draw import draw_fleet, hardware_of
 from anycostfl.server.downlink import first_public, take_step
 from anycostfl.shrink import SubModel, calibration_batches, recalibrate
@@ -101,6 +103,9 @@ class Setup:
     data: str = ""  # a task, or data of its own (`data.files`), instead of the experiment's
     split: bool = False  # train on a part of its own data, as the experiment is split
     threads: int = 1
+    methods: str = ""  # that are allowed, separated by commas; empty: all (`policy`)
+    max_epochs: int = 0
+    min_batch: int = 0
     server_files: bool = False  # read files that the server names, as Flower's engine needs it
 
     def node_config(self) -> UserConfig:
@@ -162,6 +167,7 @@ class Device:
             raise MessageError("a task that does not say what samples are prepared by")
         if task.device != self.setup.device:
             raise MessageError(f"a task for device {task.device}, this is {self.setup.device}")
+        self._check_cost(task)
         upload = replace(task.upload, blocks=self.runtime.net.blocks())
         job = Job(
             device=task.device,
@@ -174,6 +180,17 @@ class Device:
         )
         sub = self._sub_model(task, public)
         return self.runtime.perform(sub, self.samples, job, learn_honestly)
+
+    def _check_cost(self, task: wire.TrainTask) -> None:
+        """Refuse what is beyond the owner's budgets; a member of a simulated fleet has none."""
+        if not self.setup.profile:
+            return
+        net = self.runtime.net
+        plan = net.plan(task.alpha)
+        elements = sum(math.prod(plan.shapes[n]) for n, _ in net.module.named_parameters())
+        bits = 32 * task.upload.beta * elements
+        workload = Workload(net.training_flops, net.size_bits, self.runtime.epochs)
+        check_cost(self._own()[1], workload, plan.flops_ratio, bits)
 
     def evaluate(self, task: wire.EvaluateTask) -> wire.Evaluation:
         """The sums of every metric over this device's test samples."""
@@ -246,6 +263,8 @@ def _fill(sub: SubModel, state: State) -> None:
 @lru_cache(maxsize=1)  # a process is one device, but for simulated fleets
 def open_device(setup: Setup, told: wire.ExperimentInfo) -> Device:
     """This device, with its own samples, in the experiment that the server describes."""
+    policy = Policy(setup.methods, setup.max_epochs, setup.min_batch)
+    policy.check(told.method, told.epochs, told.training.batch)
     if not 0 <= setup.device < told.fleet.devices:
         last = told.fleet.devices - 1
         raise ConfigError([f"device: given {setup.device}, must be 0 to {last} in this fleet"])
