@@ -63,7 +63,7 @@ def test_a_damaged_bundle_is_refused(keys: Path, change: object, words: str) -> 
         read_bundle(path)
 
 
-def test_a_unit_joins_by_absolute_paths(call: Call, keys: Path, tmp_path: Path) -> None:
+def test_a_unit_joins_by_absolute_paths(keys: Path) -> None:
     path = write_bundle(keys, "ann", 9443)
     unit = unit_of(read_bundle(path), ["join", "--bundle", str(path), "--data", "a b.npz"])
     [command] = re.findall("^ExecStart=(.*)$", unit, re.M)

@@ -97,7 +97,7 @@ class Identity:
 
 @contextmanager
 def identity_of(path: Path) -> Iterator[Identity]:
-    """The identity in a bundle; its files are readable by this user only, and removed at the end."""
+    """The identity in a bundle; its files are this user's only, and removed at the end."""
     bundle = read_bundle(path)
     with TemporaryDirectory(prefix="anycostfl-") as folder:
         trust, key = Path(folder, "ca.crt"), Path(folder, "key")
