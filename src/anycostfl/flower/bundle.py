@@ -10,13 +10,12 @@ import sys
 import tomllib
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
 import tomli_w
 
-from anycostfl.config.loading import checked
 from anycostfl.errors import ConfigError
 from anycostfl.files import atomic_write
 from anycostfl.flower.keys import ALWAYS, KeyFolder, names_of
@@ -79,10 +78,14 @@ def read_bundle(path: Path) -> Bundle:
             table = tomllib.loads(file.read(LARGEST).decode())
     except (OSError, ValueError) as error:
         raise ConfigError([f"--bundle: {path} cannot be read: {error}"]) from error
-    bundle = checked(Bundle, table, str(path), [])
-    if bundle.version != VERSION:
-        raise ConfigError([f"--bundle: given version {bundle.version}, must be {VERSION}"])
-    return bundle
+    kinds = {item.name: str if item.type == "str" else int for item in fields(Bundle)}
+    wrong = [name for name, kind in kinds.items() if type(table.get(name)) is not kind]
+    problems = [f"--bundle: {path} has no valid {name}" for name in wrong]
+    if "version" not in wrong and table["version"] != VERSION:
+        problems = [f"--bundle: given version {table['version']}, must be {VERSION}"]
+    if problems:
+        raise ConfigError(problems)
+    return Bundle(**{name: table[name] for name in kinds})
 
 
 @dataclass(frozen=True, slots=True)
