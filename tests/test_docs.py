@@ -129,7 +129,7 @@ def commands() -> Iterator[tuple[str, list[str]]]:
                 yield page.name, words
 
 
-@pytest.mark.parametrize(("page", "words"), commands())
+@pytest.mark.parametrize(("page", "words"), list(commands()))
 def test_commands_that_people_copy_are_valid(page: str, words: list[str]) -> None:
     """Names and options exist and take these values; tutorials are executed besides."""
     app = cast(click.Group, get_command(build_app()))
