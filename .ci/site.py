@@ -51,7 +51,9 @@ def commands() -> str:
             for p in command.params
             if isinstance(p, click.Argument)
         )
-        parts.append(f"\n## {name}\n```console\n$ anycostfl {name} {usage} …\n```\n{command.help}\n")
+        parts.append(
+            f"\n## {name}\n```console\n$ anycostfl {name} {usage} …\n```\n{command.help}\n"
+        )
         parts.append("\n| | |\n|---|---|")
         parts += [row(p) for p in command.params if not getattr(p, "hidden", False)]
     return "\n".join(parts) + "\n"

@@ -33,7 +33,7 @@ from anycostfl.export.trained import TrainedModel, inference_rule, load_sorted
 from anycostfl.planning.draw import FleetSpec
 from anycostfl.records.round import RoundRecord, summarise
 from anycostfl.report import write_page
-from anycostfl.rounds import ServerState, first_state
+from anycostfl.rounds import ServerState, deployed, first_state
 from anycostfl.runs import begin
 from anycostfl.simulate import simulate_on
 from anycostfl.tasks import Task
@@ -81,7 +81,7 @@ class Run:
         """The trained module, in evaluation mode, for inputs as the task has them."""
         self._begin()
         net, how = self._experiment.net, self._experiment.task.preparation
-        net.load(self._state.weights)
+        net.load(deployed(self._state))
         module = copy.deepcopy(net.module).eval()
         return PreparedModule(module, how, self._dataset.fitted).eval() if how else module
 
@@ -128,7 +128,7 @@ class Run:
             return samples.take(slice(0, batch)).inputs
 
         net = elastic(copy.deepcopy(self._experiment.net.module), example(2), rule)
-        order = load_sorted(net, self._state.weights, self.config, records)
+        order = load_sorted(net, deployed(self._state), self.config, records)
         return TrainedModel(
             config=self.config,
             rounds=len(records),

@@ -85,7 +85,8 @@ class Compression:
 class Run:
     """How long to train, with which method, from which seed.
 
-    `target` is a value of the task's metric, in its own direction.
+    `target` is a value of the task's metric, in its own direction. With strict budgets, every
+    method keeps those of every device; `own` is as its paper has it.
     """
 
     rounds: Count
@@ -94,6 +95,7 @@ class Run:
     seed: Annotated[int, Interval(0.0)] = 0
     evaluate_every: Count = 1
     checkpoint_every: Count = 5
+    budgets: Annotated[str, OneOf(("own", "strict"))] = "own"
     weigh_samples: bool | None = None  # multiply weights by |D_i|; unset: as the method has it
 
     def __post_init__(self) -> None:
@@ -154,15 +156,21 @@ class Config:
         return problems
 
     def method_of(self, name: str) -> methods.Method:
-        """A method with what this configuration overrides."""
+        """A method as budgets ask for it, with what this configuration overrides."""
         asked: dict[str, Any] = {
             "codec": self.compression.codec,
             "feedback": self.compression.feedback,
             "momentum": self.server_optimizer.momentum,
+            "server": self.server_optimizer.kind,
+            "average": self.server_optimizer.average,
             "by_samples": self.run.weigh_samples,
         }
         given = {key: value for key, value in asked.items() if value is not None}
-        return replace(methods.load(name), **given)
+        return replace(self._method_as_budgeted(name), **given)
+
+    def _method_as_budgeted(self, name: str) -> methods.Method:
+        method = methods.load(name)
+        return method.strict or method if self.run.budgets == "strict" else method
 
     def limits_of(self, method: str) -> Limits:
         """The limits for a method: its upload ratio, if the preset gives one, and its codec.
@@ -181,7 +189,7 @@ class Config:
     def plan(self, devices: Devices) -> Strategies:
         """The strategy of every device, as the method of the run plans it (Sec. IV)."""
         name = self.run.method
-        return methods.load(name).plan(devices, self.workload, self.limits_of(name))
+        return self.method_of(name).plan(devices, self.workload, self.limits_of(name))
 
 
 def preset_names() -> list[str]:

@@ -56,6 +56,8 @@ def unknown(tracer: Tracer, call: Call) -> Results:
 @rule("clone", "detach", "alias", "_to_copy", "copy_", "copy", "_softmax", "_log_softmax")
 @rule("_prelu_kernel", "lift_fresh", "native_dropout", "fill_", "zero_", "contiguous")
 @rule("bernoulli", "bernoulli_", "uniform_", "normal_")
+@rule("hardswish", "hardswish_", "hardsigmoid", "hardsigmoid_", "hardtanh", "hardtanh_")
+@rule("rrelu_with_noise", "rrelu_with_noise_", "masked_fill", "masked_fill_", "native_dropout_")
 def elementwise(tracer: Tracer, call: Call) -> Results:
     """Align all operands index by index, with broadcasting."""
 
@@ -407,7 +409,7 @@ def group_norm(tracer: Tracer, call: Call) -> Results:
     """As batch norm, with channels coupled inside or across groups."""
     groups, channels = call.arguments["group"], call.arguments["C"]
     ((_, label, *_),) = results = _norm(tracer, call, [(1, 0)])
-    module = tracer.stack[-1][1] if tracer.stack else None
+    module = tracer.stack[-1].module if tracer.stack else None
     resizable = isinstance(module, nn.GroupNorm) and module.affine  # a cut can set its num_groups
     if resizable and whole_blocks(groups, channels // groups):
         tracer.classes.glue(label, groups)

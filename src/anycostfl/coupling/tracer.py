@@ -7,9 +7,11 @@ labels; an operation without a rule pins every channel it sees, which is always 
 
 from __future__ import annotations
 
+import sys
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -19,6 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from anycostfl.coupling.atoms import AtomClasses, Label, Reason
+from anycostfl.coupling.sizes import FAMILIES, Counted, Place, SizeArguments, place_of_call
 
 Labels = tuple[Label, ...]
 
@@ -65,6 +68,27 @@ RESHAPES = {"view", "reshape", "unflatten"}
 
 
 @dataclass(frozen=True, slots=True)
+class Frame:
+    """A module that is running, and how often each place in its code was passed."""
+
+    name: str
+    module: nn.Module
+    visits: Counter[Place] = field(default_factory=Counter)
+
+
+SiteKey = tuple[str, Place, int]
+"""The module that was running, the call in its code, and how often it had been passed."""
+
+
+@dataclass(frozen=True, slots=True)
+class SizesTaken:
+    """The sizes that one call was given, and the channels that each counts."""
+
+    sizes: tuple[Any, ...]
+    counted: tuple[Counted, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class Observed:
     """The shapes and labels that a module call, or an operation by position in it, returned."""
 
@@ -78,7 +102,7 @@ class Observer(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch lea
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.stack: list[tuple[str, nn.Module]] = []  # the modules that are running
+        self.stack: list[Frame] = []  # the modules that are running
         self.outputs: list[Observed] = []
 
     def labels(self, tensor: Tensor) -> Labels:
@@ -88,7 +112,7 @@ class Observer(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch lea
     @property
     def where(self) -> str:
         """The name of the module that is running."""
-        return self.stack[-1][0] if self.stack else ""
+        return self.stack[-1].name if self.stack else ""
 
     def observe(self, module: str, result: Any) -> None:
         """Record a result."""
@@ -98,6 +122,9 @@ class Observer(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch lea
 
     def seen(self, func: Any, args: Any, kwargs: Any, result: Any) -> None:
         """Called after every operation."""
+
+    def took_sizes(self, place: Place, given: SizeArguments, counted: list[Counted]) -> None:
+        """Called after every function that takes sizes."""
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
@@ -138,6 +165,7 @@ class Tracer(Observer):  # type: ignore[no-untyped-call]  # torch leaves it unty
         self._labels: dict[int, Labels] = {}
         self._data: set[int] = set()
         self._alive: list[Tensor] = []  # ids are unique only while their tensors are alive
+        self.sites: dict[SiteKey, SizesTaken] = {}
 
     def labels(self, tensor: Tensor) -> Labels:
         """The labels of a tensor; data and constants have none."""
@@ -166,6 +194,17 @@ class Tracer(Observer):  # type: ignore[no-untyped-call]  # torch leaves it unty
         self.samples = tensor.shape[0] if tensor.dim() and not self._data else self.samples
         self._data.add(id(tensor))
         self._alive.append(tensor)
+
+    def took_sizes(self, place: Place, given: SizeArguments, counted: list[Counted]) -> None:
+        """Remember what the sizes count; the first of several runs decides."""
+        if not self.stack:
+            return
+        visit = self.stack[-1].visits[place]
+        self.stack[-1].visits[place] += 1
+        if all(label is None for label in counted):
+            return
+        taken = SizesTaken(tuple(given.sizes), tuple(counted))
+        self.sites.setdefault((self.where, place, visit), taken)
 
     def pin(self, call: Call, labels: Sequence[Label], why: str) -> None:
         """Pin these dimensions; the reason names the operation and the module that is running."""
@@ -198,8 +237,8 @@ class Tracer(Observer):  # type: ignore[no-untyped-call]  # torch leaves it unty
             self.assign(tensor, found)
 
 
-class _Reshapes(TorchFunctionMode):
-    """Shows every reshape to an observer: `view(b, -1, 8)` forms other heads of fewer channels."""
+class _Functions(TorchFunctionMode):
+    """Shows an observer every reshape and every size that a function is given."""
 
     def __init__(self, observer: Observer) -> None:
         super().__init__()
@@ -210,8 +249,16 @@ class _Reshapes(TorchFunctionMode):
     ) -> Any:  # signature fixed by torch
         """Run the function."""
         del types
-        result = func(*args, **(kwargs or {}))
-        if getattr(func, "__name__", "") in RESHAPES:
+        kwargs = kwargs or {}
+        name = getattr(func, "__name__", "")
+        family = FAMILIES.get(name)
+        if family is None:
+            return func(*args, **kwargs)
+        given = family.read(func, args, kwargs)
+        result = func(*args, **kwargs)
+        counted = family.count(given, args, result, self._observer.labels)
+        self._observer.took_sizes(place_of_call(sys._getframe(1)), given, counted)
+        if name in RESHAPES:
             self._observer.observe(self._observer.where, result)
         return result
 
@@ -221,17 +268,17 @@ def follow(model: nn.Module, observer: Observer) -> Iterator[None]:
     """Tell the observer which module is running, and what modules and reshapes return."""
 
     def enter(name: str) -> Callable[..., None]:
-        return lambda module, _: observer.stack.append((name, module))
+        return lambda module, _: observer.stack.append(Frame(name, module))
 
     def leave(_module: nn.Module, _args: Any, result: Any) -> None:
-        observer.observe(observer.stack.pop()[0], result)
+        observer.observe(observer.stack.pop().name, result)
 
     handles = []
     for name, module in model.named_modules():
         handles.append(module.register_forward_pre_hook(enter(name)))
         handles.append(module.register_forward_hook(leave))
     try:
-        with _Reshapes(observer):
+        with _Functions(observer):
             yield
     finally:
         for handle in handles:

@@ -60,7 +60,9 @@ def open_trained(folder: Path) -> TrainedModel:
     config = parse_config(saved.config, str(folder))
     spec = models.load(config.model.name)
     net = elastic(spec.build(), spec.example(2), inference_rule(config))
-    order = load_sorted(net, saved.checkpoint["model"], config, saved.records)
+    point = saved.checkpoint
+    model = {**point["model"], **point["average"]}
+    order = load_sorted(net, model, config, saved.records)
     task = tasks.load(config.data.name)
     raw = cache(partial(task.dataset, config.data.path))
     return TrainedModel(

@@ -165,7 +165,8 @@ class SimulatedFleet:
         self._experiment.net.load(weights)
         metrics, held = self._experiment.runtime.task.metrics, self._holdings
         known = held.train.owners if held.owners > 1 else None
-        return score(metrics, list(self._executor.measure()), known)
+        worst = self._config.run.budgets == "strict" and held.owners > 1
+        return score(metrics, list(self._executor.measure()), known, worst=worst)
 
     def memory(self) -> Mapping[int, State]:
         """What devices have left over."""

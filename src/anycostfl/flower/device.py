@@ -181,6 +181,7 @@ class Device:
             upload=upload,
             seed=task.seed,
             learning_rate=task.learning_rate,
+            work=task.work,
             memory=memory,
             moved=task.moved,
         )

@@ -247,6 +247,7 @@ class FlowerFleet:
                 upload=a.upload,
                 seed=a.seed,
                 learning_rate=a.learning_rate,
+                work=a.work,
                 weights=b"" if plan.step else wire.pack_weights(net, plan.model, a.plan),
                 moved=plan.moved if feedback else {},
                 download=self._chain.since(held[a.device]) if plan.step else wire.Download(),

@@ -23,7 +23,7 @@ How it is solved, without iteration over α:
    largest α that affords it. At a fixed β that largest α is where both budgets are spent, again
    with f moved into its interval; f is the one positive root of a cubic without square term.
 3. α* is the α of step 1 moved between those two and into [α^min, α^max]; f for that α is the root
-   of another such cubic. Where the caps leave slack, the slowest clock in time saves the most energy.
+   of another such cubic. Where caps leave slack, the slowest clock in time saves the most energy.
 
 Two extensions are solved by golden section over log α, with f and β at each α as in step 3. A
 measured device has an overhead o: cycles C·(α + o). The budgets are still sums of exponentials, so
@@ -134,28 +134,33 @@ def fixed_strategies(
     beta: FloatArray,
     frequency_hz: FloatArray | None = None,
     limits: Limits | None = None,
+    work: FloatArray | None = None,
+    feasible: npt.NDArray[np.bool_] | None = None,
 ) -> Strategies:
     """Given α and β, the slowest clock that meets the latency budget, unless one is given.
 
-    For methods that know no budgets: nobody sits out, energy is what it costs, and a device too
-    slow for the latency budget (or whose upload alone breaks it) is late. The limits say which
-    codec the upload is worth something with, and what α and β are close to; without them there are
-    no caps.
+    For methods that know no budgets: nobody sits out unless `feasible` says so, energy is what it
+    costs, and a device too slow for the latency budget (or whose upload alone breaks it) is late.
+    The limits say which codec the upload is worth something with, and what α and β are close to;
+    without them there are no caps.
     """
-    cycles = cost.sub_model_cycles(devices, workload, alpha)
+    work = np.ones(len(devices)) if work is None else work
+    cycles = cost.sub_model_cycles(devices, workload, alpha, work)
     upload = cost.upload_time_s(alpha, beta, workload.size_bits, devices.rate_bps)
     left = np.where(upload < devices.latency_s, devices.latency_s - upload, devices.latency_s)
     wanted = cycles / left if frequency_hz is None else frequency_hz
     frequency = _clip_frequency(_pose(devices, workload), wanted)
-    everyone, limits = np.ones(len(devices), np.bool_), limits or UNCAPPED
+    able = np.ones(len(devices), np.bool_) if feasible is None else feasible
+    limits = limits or UNCAPPED
     return _describe(
         devices,
         workload,
         limits,
         (alpha, beta, frequency),
         _least_budgets(devices, workload, limits),
-        shown=everyone,
-        feasible=everyone,
+        shown=able,
+        feasible=able,
+        work=work,
     )
 
 
@@ -420,11 +425,13 @@ def _describe(
     *,
     shown: npt.NDArray[np.bool_],
     feasible: npt.NDArray[np.bool_],
+    work: FloatArray | None = None,
 ) -> Strategies:
     """What the chosen (α, β, f) cost and gain, and what binds; zeros where not shown."""
-    alpha, beta, frequency = (np.where(shown, part, 0.0) for part in chosen)
+    done = np.ones(len(devices)) if work is None else work
+    alpha, beta, frequency, done = (np.where(shown, part, 0.0) for part in (*chosen, done))
     safe = np.where(shown, frequency, devices.frequency_max_hz)
-    spent = cost.round_cost(devices, workload, alpha, beta, safe)
+    spent = cost.round_cost(devices, workload, alpha, beta, safe, work=done)
     latency, energy = (np.where(shown, part, 0.0) for part in spent)
     worth = quality(limits.codec, beta)
     return Strategies(
@@ -440,6 +447,7 @@ def _describe(
         feasible=feasible,
         reason=np.where(feasible, 0, _reasons(devices, workload, limits)).astype(np.uint8),
         binds=_binding(devices, limits, (alpha, beta, frequency), (latency, energy), feasible),
+        work=done,
         **least,
     )
 

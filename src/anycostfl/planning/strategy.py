@@ -86,11 +86,14 @@ class Strategy:
     gain: float
     latency_s: float
     energy_j: float
+    work: float
 
 
 @dataclass(frozen=True, slots=True)
 class Strategies:
     """One strategy per device, as arrays; a device that sits out has zeros everywhere.
+
+    `work` is a factor on the local steps: 1 is the configured epochs, 0.5 half of them.
 
     `quality` is what β is worth with the codec: β itself for the paper's, so that the gain is
     α⁴·quality.
@@ -119,6 +122,7 @@ class Strategies:
     latency_floor_s: FloatArray
     energy_floor_j: FloatArray
     least_memory_bytes: FloatArray
+    work: FloatArray
 
     def __len__(self) -> int:
         return len(self.alpha)

@@ -77,6 +77,7 @@ class DeviceRecord:
     frequency_hz: float = 0.0
     gain: float = 0.0
     flops_ratio: float = 0.0
+    work: float = 1.0  # share of the configured epochs that was computed
     weight: float = 0.0
     bytes_up: int = 0
     bytes_down: int = 0
@@ -151,7 +152,7 @@ Records = Sequence[RoundRecord]
 class Totals:
     """What rounds cost together.
 
-    `passes` counts samples times the share of the full model's FLOPs that each took.
+    `passes` counts samples times the work and the share of the full model's FLOPs that each took.
     """
 
     rounds: int = 0
@@ -169,7 +170,7 @@ class Totals:
             energy_j=self.energy_j + record.energy_j,
             bytes_up=self.bytes_up + record.bytes_up,
             bytes_down=self.bytes_down + record.bytes_down,
-            passes=self.passes + sum(d.flops_ratio * d.samples for d in record.devices),
+            passes=self.passes + sum(d.flops_ratio * d.work * d.samples for d in record.devices),
         )
 
 

@@ -75,12 +75,8 @@ class ElasticModel:
 
     @property
     def rewritten(self) -> bool:
-        """Whether sub-models come from a captured graph because forward contains literal sizes.
-
-        A graph keeps what Python decided at capture: an attribute that is changed later, or a layer
-        skipped by `random.random()`, stays as it was.
-        """
-        return self._spec.source is not self.module
+        """Whether sub-models replace sizes in the model's code by those of their widths."""
+        return self._spec.rewritten
 
     @property
     def size_bits(self) -> int:
