@@ -4,17 +4,21 @@ from __future__ import annotations
 
 import importlib
 import re
+import shlex
 from collections.abc import Iterator
 from dataclasses import fields, is_dataclass
 from functools import reduce
 from pathlib import Path
-from typing import Any, get_type_hints
+from typing import Any, cast, get_type_hints
 
+import click
 import pytest
 import torch
 from torch import nn
+from typer.main import get_command
 
 from anycostfl import ElasticModel, config, methods, models, save_elastic, tasks
+from anycostfl.cli import build_app
 from anycostfl.config import Config
 from anycostfl.fleets.attackers import ATTACKS
 from anycostfl.records.journal import SCHEMA
@@ -114,6 +118,28 @@ def test_the_readme_and_the_claims_fit_one_page() -> None:
     assert len((ROOT / "docs/results/README.md").read_text().split()) <= 1500
 
 
+def commands() -> Iterator[tuple[str, list[str]]]:
+    """Every `anycostfl …` line of the pages that people copy from."""
+    guides = [ROOT / "README.md", ROOT / "docs/deploy.md", *ROOT.glob("docs/howto/*.md")]
+    for page in [*guides, *ROOT.glob("docs/tutorials/*.md")]:
+        text = re.sub(r"\\\n\s*", "", page.read_text())  # lines that go on
+        for line in re.findall(r"^\w* *\$ (?:\S+=\S+ )*(?:\S*/)?anycostfl (.+)$", text, re.M):
+            words = shlex.split(line, comments=True)
+            if words and "…" not in line:
+                yield page.name, words
+
+
+@pytest.mark.parametrize(("page", "words"), list(commands()))
+def test_commands_that_people_copy_are_valid(page: str, words: list[str]) -> None:
+    """Names and options exist and take these values; tutorials are executed besides."""
+    app = cast(click.Group, get_command(build_app()))
+    if words == ["--version"]:
+        return
+    name, command, rest = app.resolve_command(click.Context(app), words)
+    assert command is not None, page
+    command.make_context(name, rest)  # raises UsageError
+
+
 def test_documents_point_at_files_that_exist() -> None:
     for document in PAGES:
         for link in re.findall(r"\]\(([^)#]+)\)", document.read_text()):
@@ -121,7 +147,7 @@ def test_documents_point_at_files_that_exist() -> None:
                 assert (document.parent / link).exists(), f"{document.name} links to {link}"
 
 
-def test_the_readmes_python_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_python_of_the_guides_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """All blocks, top to bottom, on something small."""
 
     def my_training(module: nn.Module) -> None:
@@ -146,8 +172,10 @@ def test_the_readmes_python_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     }
     net = ElasticModel(resnet, torch.randn(2, 3, 32, 32))
     save_elastic(net, tmp_path / "all.safetensors", model="resnet18")
-    blocks = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.S)
-    assert len(blocks) >= 4
+    pages = ("README.md", *(f"docs/howto/{name}.md" for name in ("elastic", "compress", "export")))
+    text = "".join((ROOT / page).read_text() for page in pages)
+    blocks = re.findall(r"```python\n(.*?)```", text, re.S)
+    assert len(blocks) >= 5
     for block in blocks:
         exec(block, names)  # noqa: S102
         names["module"] = resnet  # of the blocks after the first

@@ -18,6 +18,7 @@ from anycostfl.cli._rounds import conclude, follow, open_folder, resume_run
 from anycostfl.config import Config
 from anycostfl.errors import ConfigError
 from anycostfl.fleets.attackers import reject_attacks
+from anycostfl.planning.draw import reject_simulated_only
 from anycostfl.records.round import Records, Status, total
 from anycostfl.report.trackers import tracking
 from anycostfl.server.robust import served
@@ -127,6 +128,7 @@ def for_devices(config: Config) -> Config:
     Defences that are off in simulation unless asked for are on.
     """
     reject_attacks(config.attack)
+    reject_simulated_only(config.fleet)
     precision = config.training.precision
     training = replace(config.training, precision="fp32" if precision == "auto" else precision)
     return replace(

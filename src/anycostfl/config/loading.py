@@ -160,8 +160,10 @@ def _value(given: Any, hint: Any, key: str, problems: list[str]) -> Any:
             return float(given)
         if option in (int, str, bool) and type(given) is option:
             return given
-        if get_origin(option) is tuple and _is_strings(given):
-            return tuple(given)
+        if get_origin(option) is tuple and isinstance(given, list):
+            [kind, *_] = get_args(option)
+            if all(isinstance(item, dict if is_dataclass(kind) else kind) for item in given):
+                return _items(given, kind, key, problems)
     shown = repr(given)[:80] if not isinstance(given, int) or abs(given) < BEYOND else "a huge"
     problems.append(f"{key}: given {shown} ({type(given).__name__}), allowed {_words(hint)}")
     return None
@@ -178,8 +180,12 @@ def _meant(text: str, options: Sequence[Any]) -> str | bool | float:
     return str(text)
 
 
-def _is_strings(given: Any) -> bool:
-    return isinstance(given, list) and all(isinstance(item, str) for item in given)
+def _items(given: Sequence[Any], kind: Any, key: str, problems: list[str]) -> tuple[Any, ...]:
+    """The items of a list: strings, or sections as the records they are."""
+    if not is_dataclass(kind):
+        return tuple(given)
+    built = [_build(kind, x, f"{key}[{i}].", problems) for i, x in enumerate(given)]  # type: ignore[arg-type]  # is a class
+    return tuple(item for item in built if item is not None)
 
 
 def _words(hint: Any) -> str:
@@ -190,7 +196,9 @@ def _words(hint: Any) -> str:
         return "a section of numbers"
     if isinstance(hint, types.UnionType):
         return _words(get_args(hint)[0])
-    return "a list of strings" if get_origin(hint) is tuple else words[hint]
+    if get_origin(hint) is tuple:
+        return "a list of strings" if get_args(hint)[0] is str else "a list of sections"
+    return words[hint]
 
 
 def _unknown(kind: type, prefix: str, key: str, names: Sequence[str]) -> str:

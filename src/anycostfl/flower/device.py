@@ -11,6 +11,7 @@ import math
 import time
 from dataclasses import dataclass, fields, replace
 from functools import lru_cache
+from logging import INFO
 from typing import cast
 
 import numpy as np
@@ -34,6 +35,7 @@ from anycostfl.experiment import (
     splitting_generator,
     trace_model,
 )
+from anycostfl.flower._internal import log
 from anycostfl.flower.messages import read_state, to_envelope, to_records, write_state
 from anycostfl.flower.policy import Policy, check_cost
 from anycostfl.planning.cost import Devices, Workload, make_devices
@@ -44,6 +46,8 @@ from anycostfl.state import State, tensors_of
 from anycostfl.tasks import Task
 from anycostfl.wire import messages as wire
 from anycostfl.wire.envelope import MessageError
+
+DONE = "round %d: α %.3g, β %.3g; measured %.2f s, %d bytes"
 
 app = ClientApp()
 
@@ -75,7 +79,9 @@ def train(message: Message, context: Context) -> Message:
         reply = Reply(task.device, error=str(problem), memory=memory)
     remember(context.state, task.info, reply.memory)
     known = device.capabilities(task.info.round + 1, device.public(context.state))
-    result = wire.Result(reply.payload, reply.error, time.perf_counter() - begin, known)
+    seconds = time.perf_counter() - begin
+    log(INFO, DONE, task.info.round, task.alpha, task.upload.beta, seconds, len(reply.payload))
+    result = wire.Result(reply.payload, reply.error, seconds, known)
     return Message(to_records(result.pack()), reply_to=message)
 
 

@@ -110,7 +110,7 @@ def _prometheus(address: str) -> Iterator[Sink]:
     rounds = client.Gauge("anycostfl_rounds", "Rounds that are done", registry=registry)
     gauges: dict[str, Any] = {}
     try:
-        server, _ = client.start_http_server(int(port), host or "127.0.0.1", registry)
+        server, thread = client.start_http_server(int(port), host or "127.0.0.1", registry)
     except OSError as error:
         raise ConfigError([f"--metrics: cannot listen on {address}: {error}"]) from error
 
@@ -126,6 +126,8 @@ def _prometheus(address: str) -> Iterator[Sink]:
         yield log
     finally:
         server.shutdown()
+        server.server_close()
+        thread.join()
 
 
 @contextmanager
