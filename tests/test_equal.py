@@ -7,7 +7,6 @@ import math
 from dataclasses import replace
 from pathlib import Path
 
-import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -215,5 +214,5 @@ def test_a_strict_journal_tells_the_worst_owners() -> None:
     )
     (result,) = simulate(config)
     assert result.record.metric is not None
-    assert result.record.others["accuracy, worst tenth"] <= result.record.metric
-    assert np.isfinite(result.record.others["accuracy, worst tenth"])
+    worst = result.record.others["accuracy, worst tenth"]
+    assert 0 <= worst <= result.record.metric + 1e-9

@@ -182,6 +182,7 @@ def _rounds(matrix: Matrix, cell: Cell) -> int:
 
 def _seconds_a_round(folder: Path) -> float | None:
     """The median wall time of a round of these runs; None without any."""
-    lines = [line for path in folder.rglob("timing.jsonl") for line in path.open()]
-    seconds = [float(json.loads(line)["seconds"]) for line in lines if line.endswith("\n")]
+    files = [path.read_text().split("\n") for path in folder.rglob("timing.jsonl")]
+    lines = [line for whole in files for line in whole[:-1]]  # the last may be half-written
+    seconds = [float(json.loads(line)["seconds"]) for line in lines]
     return statistics.median(seconds) if seconds else None
