@@ -55,16 +55,17 @@ bench: $(READY) ## Measure; takes minutes, wants a quiet machine
 
 ALL   := --rounds 320 --set run.evaluate_every=3 --set run.checkpoint_every=12
 TUNED := $(ALL) --learning-rates 0.01,0.03,0.05,0.1,0.2,0.4
+PAPER := --methods anycostfl,anycostfl+,fedavg,fedhq,heterofl,qsgd,stc,uveqfed
 CIFAR := cifar10-iid --rounds 60 --set run.evaluate_every=5 --set run.checkpoint_every=5
 
 paper: $(READY) ## The paper's whole evaluation (days on two cores; resumes where it stopped)
-	$(BIN)/anycostfl compare fmnist-iid $(TUNED) --trial 12
-	$(BIN)/anycostfl compare fmnist-noniid $(TUNED) --trial 24
+	$(BIN)/anycostfl compare fmnist-iid $(TUNED) --trial 12 $(PAPER)
+	$(BIN)/anycostfl compare fmnist-noniid $(TUNED) --trial 24 $(PAPER)
 	$(BIN)/anycostfl compare fmnist-iid $(TUNED) --trial 12 --methods anycostfl,stc,fedhq --seeds 3
 	$(BIN)/anycostfl compare $(CIFAR) --methods anycostfl,anycostfl+,stc,heterofl,fedavg
 	for data in fmnist-iid fmnist-noniid; do \
-	  $(BIN)/anycostfl compare $$data $(ALL) --set training.momentum=0.9 --out runs/momentum-$$data && \
-	  $(BIN)/anycostfl compare $$data $(ALL) || exit; done
+	  $(BIN)/anycostfl compare $$data $(ALL) $(PAPER) --set training.momentum=0.9 --out runs/momentum-$$data && \
+	  $(BIN)/anycostfl compare $$data $(ALL) $(PAPER) || exit; done
 	for kind in ablation compute radio; do \
 	  $(BIN)/anycostfl sweep $$kind fmnist-iid $(TUNED) --trial 12 || exit; done
 	$(BIN)/anycostfl sweep widths fmnist-iid $(TUNED) --trial 12 --show

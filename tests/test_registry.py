@@ -109,7 +109,7 @@ def test_a_custom_file_cannot_take_the_name_of_a_package_file(
     monkeypatch.setenv("ANYCOSTFL_PATH", str(tmp_path))
     mine = tmp_path / "models" / "cnn.py"
     assert f"{mine} has the name of one of the package's models; rename it" in told_of("cnn")
-    assert "'cnn', 'digit_cnn'" in told_of("vgg9")
+    assert "'cnn', 'cnn_half'" in told_of("vgg9")
 
 
 def told_of(model: str, env: dict[str, str] | None = None) -> str:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated
@@ -16,11 +15,10 @@ from anycostfl.config import load_preset
 from anycostfl.errors import ConfigError
 from anycostfl.evaluation import bench as matrix_of
 from anycostfl.evaluation.bench import Cell, Matrix
-from anycostfl.evaluation.compare import Case, Finding, as_figure
-from anycostfl.evaluation.equal import HEADER, as_document, as_row, standings
+from anycostfl.evaluation.compare import Case, as_figure
+from anycostfl.evaluation.equal import HEADER, compare_equally
 from anycostfl.files import exclusive_lock
 from anycostfl.records.round import Records
-from anycostfl.report import draw_curves
 
 ACTIONS = ("run", "status", "show")
 
@@ -98,23 +96,12 @@ def _show(matrix: Matrix, todo: list[Cell], *, json: bool) -> None:
         runs = matrix_of.runs_of(matrix, task, level, todo)
         if not runs:
             continue
-        config = load_preset(task, matrix.overrides)
-        found = standings(runs, config.run.target)
-        documents[f"{task}-{level}"] = as_document(found)
-        rows = [as_row(one, config.metric) for one in found]
-        finding = Finding(
-            header=HEADER,
-            cells=rows,
-            document={"rows": as_document(found)},
-            numbers={},
-            draw=lambda path, runs=runs, info=config.metric: draw_curves(  # type: ignore[misc]
-                {method: of[0][1] for method, of in runs.items()}, info, path
-            ),
-        )
-        with suppress(OSError):
-            finding.write(matrix.folder / f"{task}-{level}")
+        finding = compare_equally(runs, load_preset(task, matrix.overrides))
+        name = f"{Path(task).stem}-{level}"
+        finding.write(matrix.folder / name)
+        documents[name] = finding.document
         if not json:
             columns = [HEADER[0], *(f">{text}" for text in HEADER[1:])]
-            print_table(f"{task}, {level} budgets", columns, rows)
+            print_table(f"{task}, {level} budgets", columns, finding.cells)
     if json:
         emit_json(documents)

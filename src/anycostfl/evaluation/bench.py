@@ -20,6 +20,7 @@ from pathlib import Path
 from anycostfl.config import Config, load_preset
 from anycostfl.data.files import DataMissingError
 from anycostfl.evaluation.compare import Case, Runs, Series, lasted, make_case
+from anycostfl.evaluation.equal import validated_rate
 from anycostfl.experiment import resolve
 from anycostfl.records.round import Records
 from anycostfl.records.run import CONFIG, read_journal
@@ -82,16 +83,16 @@ class Matrix:
         """The configuration and rounds of a cell, run or resumed if need be."""
         config = config_of(cell, self.overrides)
         case = make_case(config, cell.method, self._rate(cell), cell.seed)
-        series = self._series(self.folder / cell.task / cell.level)
+        series = self._series(self.folder / Path(cell.task).stem / cell.level)
         return case.config, series.advance(case, lasted(config.run.rounds))
 
     def _rate(self, cell: Cell) -> float:
         """The learning rate that a method chose on validation samples."""
         config = config_of(replace(cell, level="paper", seed=0), self.overrides)
-        config = replace(config, data=replace(config.data, validation=True))
         rates = [factor * config.training.learning_rate for factor in RATES]
-        series = self._series(self.folder / cell.task / "trials", rates)
-        return series.best_rate(config, cell.method)
+        return validated_rate(
+            self._series(self.folder / Path(cell.task).stem, rates), config, cell.method
+        )
 
     def _series(self, folder: Path, rates: Sequence[float] = ()) -> Series:
         if self.play:
@@ -142,7 +143,9 @@ def runs_of(matrix: Matrix, task: str, level: str, todo: Sequence[Cell]) -> Runs
 
 def states(matrix: Matrix, todo: Sequence[Cell]) -> list[State]:
     """How far every task is at every level."""
-    pace = {task: _seconds_a_round(matrix.folder / task) for task in {c.task for c in todo}}
+    pace = {
+        task: _seconds_a_round(matrix.folder / Path(task).stem) for task in {c.task for c in todo}
+    }
     found = []
     for task, level in dict.fromkeys((cell.task, cell.level) for cell in todo):
         here = [cell for cell in todo if (cell.task, cell.level) == (task, level)]
@@ -165,7 +168,7 @@ def states(matrix: Matrix, todo: Sequence[Cell]) -> list[State]:
 def _homes(matrix: Matrix, cell: Cell) -> list[Path]:
     """The run directories of a cell, at whatever rate."""
     name = f"{cell.method.replace('/', '-')}-lr*-seed{cell.seed}"
-    return sorted((matrix.folder / cell.task / cell.level).glob(name))
+    return sorted((matrix.folder / Path(cell.task).stem / cell.level).glob(name))
 
 
 def _is_begun(matrix: Matrix, cell: Cell) -> bool:
@@ -179,6 +182,7 @@ def _rounds(matrix: Matrix, cell: Cell) -> int:
 
 def _seconds_a_round(folder: Path) -> float | None:
     """The median wall time of a round of these runs; None without any."""
-    lines = [line for path in folder.rglob("timing.jsonl") for line in path.open()]
-    seconds = [float(json.loads(line)["seconds"]) for line in lines if line.endswith("\n")]
+    files = [path.read_text().split("\n") for path in folder.rglob("timing.jsonl")]
+    lines = [line for whole in files for line in whole[:-1]]  # the last may be half-written
+    seconds = [float(json.loads(line)["seconds"]) for line in lines]
     return statistics.median(seconds) if seconds else None

@@ -10,15 +10,18 @@ from __future__ import annotations
 import math
 import statistics
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
+from functools import partial
 
 import numpy as np
 import numpy.typing as npt
 
 from anycostfl.config import Config
-from anycostfl.evaluation.compare import Runs, over_budget
+from anycostfl.evaluation.compare import Finding, Runs, Series, over_budget
+from anycostfl.evaluation.compare import curves as curve_lines
 from anycostfl.metrics import MetricInfo
 from anycostfl.records.round import Records, Totals, running_totals
+from anycostfl.report import draw_curves
 
 WINDOW = 3  # evaluations
 START = 0.2  # of the smallest final cost: where areas begin
@@ -32,6 +35,15 @@ COSTS: Mapping[str, Callable[[Totals], float]] = {
     "bytes_up": lambda spent: float(spent.bytes_up),
     "bytes_down": lambda spent: float(spent.bytes_down),
 }
+
+
+def validated_rate(series: Series, config: Config, method: str) -> float:
+    """The learning rate at which a method is best on a validation part of the training samples."""
+    trials = replace(series, folder=series.folder / "trials")
+    if series.play and len(series.rates) > 1:
+        trials.folder.mkdir(parents=True, exist_ok=True)
+    held_out = replace(config, data=replace(config.data, validation=True))
+    return trials.best_rate(held_out, method)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -205,6 +217,17 @@ def as_row(one: Standing, info: MetricInfo) -> list[str]:
     return [one.label, f"{one.rate:g}", str(one.seeds), *shown, worst, reached, *figures, *ends]
 
 
-def as_document(found: Sequence[Standing]) -> list[dict[str, object]]:
-    """The same as JSON."""
-    return [asdict(one) for one in found]
+def compare_equally(runs: Runs, config: Config) -> Finding:
+    """The table of methods under equal budgets, its numbers and the curves of the first seeds."""
+    found, info = standings(runs, config.run.target), config.metric
+    return Finding(
+        header=HEADER,
+        cells=[as_row(one, info) for one in found],
+        document={
+            "metric": info.name,
+            "target": config.run.target,
+            "rows": [asdict(one) for one in found],
+        },
+        numbers={".curves.csv": curve_lines(runs, info)},
+        draw=partial(draw_curves, {one.label: runs[one.label][0][1] for one in found}, info),
+    )

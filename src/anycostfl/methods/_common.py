@@ -20,6 +20,7 @@ from anycostfl.codec import (
     flatten,
 )
 from anycostfl.codec.arrays import Floats
+from anycostfl.codec.dense import MAGIC as DENSE_MAGIC
 from anycostfl.codec.dense import pack_dense, unpack_dense
 from anycostfl.codec.frame import PayloadBinding, payload_binding
 from anycostfl.codec.sparse import (
@@ -89,10 +90,9 @@ def encode_at_rate(update: State, upload: Upload) -> bytes:
 
 def decode_at_rate(payload: bytes, shapes: Shapes, upload: Upload) -> Update:
     """The inverse; what was not sent counts as zero."""
-    dense = upload.beta == 1
-    return (
-        decode_dense(payload, shapes, upload) if dense else decode_unmasked(payload, shapes, upload)
-    )
+    if payload.startswith(DENSE_MAGIC):
+        return decode_dense(payload, shapes, upload)
+    return decode_unmasked(payload, shapes, upload)
 
 
 def average(values: FloatArray, claims: str | None = None) -> float:
