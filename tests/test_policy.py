@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -61,7 +62,7 @@ def test_what_the_planner_affords_is_never_refused_and_twice_as_much_is(seed: in
     assert len(refused) > 0.9 * plan.feasible.sum()
 
 
-def device(folder: Path, **changes: object) -> tuple[Device, messages.TrainTask]:
+def device(folder: Path, **changes: Any) -> tuple[Device, messages.TrainTask]:
     """A device with the budgets of a small board, and a task of the full model."""
     config = resolve(small_config(folder))
     experiment = build_experiment(config, load_data(config))

@@ -54,6 +54,7 @@ from anycostfl.shrink import Order, WidthPlan, recalibrate
 from anycostfl.state import State, Update, clone_state
 
 MOST_DUPLICATES = 10  # further replies of a device in a round that are counted
+CLOSED = "the round was closed without it"
 LONGEST_DETAIL = 300  # characters
 COLLAPSE = 0.5  # of what a model had gained: a larger loss is a collapse
 FEWEST_METRICS = 5  # evaluations before a loss counts as a collapse: early ones say little
@@ -148,19 +149,36 @@ def draw_seed(seed: int, round_index: int, device: int, purpose: Purpose) -> int
     return int(words[0]) << 31 ^ int(words[1])
 
 
+@dataclass(frozen=True, slots=True)
+class LateReply:
+    """A reply to a round that was closed without it, and its bytes."""
+
+    device: int
+    round: int
+    wire_bytes_up: int = 0
+
+    def record(self) -> DeviceRecord:
+        """As the next round's record holds it."""
+        why = f"its reply to round {self.round + 1} came after that was closed"
+        return DeviceRecord(
+            self.device, Status.UNUSED, "late", why, wire_bytes_up=self.wire_bytes_up
+        )
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class Offers:
     """The devices of a round, and what each can spend.
 
     `drawn` is what the draw would have chosen without suspensions; `silent` are devices that
     were chosen and did not say what they can afford. `fitted` is what samples
-    are prepared by.
+    are prepared by, `late` are replies to earlier rounds that have come since.
     """
 
     cohort: Cohort
     drawn: Sequence[int] = ()
     silent: Sequence[int] = ()
     fitted: State = field(default_factory=dict)
+    late: Sequence[LateReply] = ()
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -382,6 +400,7 @@ def close_round(
     devices = describe(experiment, state, plan, outcomes)
     devices += _silent(plan.offers.silent)
     devices += state.suspensions.records(plan.offers.drawn, plan.number)
+    devices += tuple(late.record() for late in plan.offers.late)
     step_bytes = plan.step.size if plan.step else 0
     record = RoundRecord(plan.number, None, devices, step_bytes, remark=remark)
     state = replace(
@@ -437,7 +456,7 @@ def receive(
 
 def _check(method: Method, assignment: Assignment, reply: Reply) -> Outcome:
     told: tuple[tuple[str, Status, str], ...] = (
-        (reply.missing, Status.MISSING, ""),
+        (reply.missing, Status.MISSING, "closed" if reply.missing == CLOSED else ""),
         (reply.error, Status.FAILED, ""),
         (reply.unreadable, Status.REFUSED, "unreadable"),
     )

@@ -43,6 +43,9 @@ def serve(
     min_replies: Annotated[
         int, Option(help="With fewer, a round changes nothing; 0: 2, if the cohort allows")
     ] = 0,
+    close_after: Annotated[
+        int, Option(help="Replies that end a round before its deadline; 0: all")
+    ] = 0,
     deadline_s: Annotated[float, Option(help="Deadline of a round, in seconds")] = 120.0,
     patience_s: Annotated[float, Option(help="Seconds to wait for devices")] = 600.0,
     metrics: Annotated[
@@ -73,11 +76,14 @@ def serve(
     min_replies = min_replies or min(2, config.fleet.cohort)
     seconds = {"--deadline-s": deadline_s, "--patience-s": patience_s}
     _check_policy(config, seconds, wait_for, min_replies)
+    _check_close_after(config, close_after, min_replies)
     if before is None:
         server_experiment(config)  # before the folder: if this fails, none is left
     writer = open_folder(before, out_dir, name, config)
     records = before.records if before else []
-    policy = RoundPolicy(deadline_s, wait_for or config.fleet.cohort, min_replies, patience_s)
+    policy = RoundPolicy(
+        deadline_s, wait_for or config.fleet.cohort, min_replies, patience_s, close_after
+    )
     options = ServerOptions(writer.folder, host, port, folder, policy)
     with (
         tracking(track or (), writer.folder, asdict(config), metrics) as sinks,
@@ -120,6 +126,16 @@ def _check_policy(
         problems.append(f"--min-replies: given {min_replies}, must be 1 to {cohort} (fleet.cohort)")
     if problems:
         raise ConfigError(problems)
+
+
+def _check_close_after(config: Config, close_after: int, min_replies: int) -> None:
+    """A round that is closed early has at least the replies that it needs."""
+    cohort = config.fleet.cohort
+    if close_after and not min_replies <= close_after <= cohort:
+        raise ConfigError(
+            [f"--close-after: given {close_after}, must be 0 (all) or {min_replies} "
+             f"(--min-replies) to {cohort} (fleet.cohort)"]
+        )  # fmt: skip
 
 
 def for_devices(config: Config) -> Config:

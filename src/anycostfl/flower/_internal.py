@@ -12,8 +12,9 @@ import hashlib
 import logging
 import ssl
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
+from copy import copy
 from enum import IntEnum
 from functools import cache, partial
 from importlib import import_module, resources
@@ -72,6 +73,7 @@ NEEDS: Mapping[str, tuple[str, ...]] = {
         "flwr.superlink.grid:HttpGrid",
         "flwr.supercore.inflatable.inflatable_utils:pull_objects",
         "flwr.proto.message_pb2:ConfirmMessageReceivedRequest",
+        "flwr.proto.runtime_pb2:PullAppMessagesRequest",
     ),
     # The bytes of a message as it is sent; its records tell only those of the arrays.
     "sizes": ("flwr.supercore.inflatable.inflatable_object:get_all_nested_objects",),
@@ -374,6 +376,44 @@ def reduce_polling() -> None:
     if available("collector", "replies are fetched as often as Flower looks for them"):
         flower = _use("collector")
         vars(flower.http_grid)["pull_objects"] = partial(flower.pull_objects, initial_backoff=0.05)
+
+
+Fetch = Callable[[], Iterable[Message]]
+"""Fetches a reply; nothing if there is none yet."""
+
+
+class _Known:
+    """A connection to the SuperLink that knows the answer to a question already."""
+
+    def __init__(self, connection: Any, answer: Any) -> None:
+        self._connection, self._answer = connection, answer
+
+    def PullMessages(self, _request: Any) -> Any:  # noqa: N802 - Flower's name
+        return self._answer
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._connection, name)
+
+
+def ready_replies(grid: Grid, ids: Sequence[str]) -> Mapping[str, Fetch]:
+    """To which messages replies have come, and how to fetch each; of some Grids, only how to try.
+
+    One request for all; the parts of a reply may still be on their way.
+    """
+    if not available("collector", "every reply is looked for by itself"):
+        return {name: partial(grid.pull_messages, [name]) for name in ids}
+    flower = _use("collector")
+    if not isinstance(grid, flower.HttpGrid):
+        return {name: partial(grid.pull_messages, [name]) for name in ids}
+    connection = cast(Any, grid)._runtime_client
+    found = connection.PullMessages(flower.PullAppMessagesRequest(message_ids=ids))
+    ready: dict[str, Fetch] = {}
+    for message, tree in zip(found.messages_list, found.message_object_trees, strict=True):
+        one = type(found)(messages_list=[message], message_object_trees=[tree])
+        view = copy(cast(Any, grid))  # Flower's code, for this reply alone
+        view._client = _Known(connection, one)
+        ready[message.metadata.reply_to_message_id] = partial(view.pull_messages, [])
+    return ready
 
 
 def drop_messages(grid: Grid, ids: Iterable[str]) -> None:

@@ -50,6 +50,7 @@ AHEAD = timedelta(days=1)  # that a server's clock is followed into the future
 FAR_AHEAD = "the server's clock says %s, more than %s ahead; set the clock of this device"
 SIGNED = 4  # times at most, one request
 POLL_MIN_S, POLL_MAX_S = 0.1, 1.0  # between two looks for work
+POLL_IDLE_S, IDLE_SHARE = 10.0, 0.05  # of a device without work: the share of its idle time
 PAUSE_MAX_S = 10.0  # before trying an unreachable server again
 STOP_S, GIVE_UP_S = 10.0, 180.0  # of a SuperNode: to stop, and to keep starting it again
 WRONG_SERVER = ("CERTIFICATE_VERIFY_FAILED", "WRONG_VERSION_NUMBER")
@@ -179,15 +180,18 @@ def _online(client: FleetClient, node_id: int) -> Iterator[None]:
 
 def answer_messages(client: FleetClient, app: ClientApp, context: Context) -> None:
     """Answer messages until the server forgets this node."""
-    pause_s = POLL_MIN_S
+    pause_s, latest = POLL_MIN_S, time.monotonic()
     while True:
         try:
             message = client.pull(context.node_id)
             if message is None:
                 time.sleep(pause_s)
-                pause_s = min(1.2 * pause_s, POLL_MAX_S)
+                # A device that is seldom drawn must not ask every second for hours.
+                idle_s = (time.monotonic() - latest) * IDLE_SHARE
+                pause_s = min(1.2 * pause_s, max(POLL_MAX_S, idle_s), POLL_IDLE_S)
                 continue
-            pause_s, begin = POLL_MIN_S, time.monotonic()
+            pause_s = POLL_MIN_S
+            latest = begin = time.monotonic()
             reply = answer(app, message, context)
             seconds = time.monotonic() - begin
             _internal.date_reply(reply, message, seconds)

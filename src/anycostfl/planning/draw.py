@@ -228,10 +228,16 @@ def draw_cohort(
 
 
 def choose(
-    spec: FleetSpec, ready: Container[int], *, seed: int, round_index: int
+    spec: FleetSpec,
+    ready: Container[int],
+    *,
+    seed: int,
+    round_index: int,
+    last: Container[int] = (),
 ) -> npt.NDArray[np.intp]:
-    """Who is in the cohort of a round, drawn among those who are ready."""
+    """Who is in the cohort of a round, drawn among those who are ready; some only if need be."""
     order = generator(seed, round_index, Purpose.COHORT).permutation(spec.devices).tolist()
+    order.sort(key=lambda device: device in last)  # stable: otherwise as drawn
     chosen = [device for device in order if device in ready][: spec.cohort]
     return np.sort(np.array(chosen, np.intp))
 
