@@ -99,7 +99,9 @@ def replace_sizes(model: nn.Module, sites: Sequence[Site], widths: Widths) -> No
         tables[site.module][site.place][site.visit] = site.at(widths)
     mode = LiteralSizes()
     for name, places in tables.items():
-        table = {place: _by_visit(visits) for place, visits in places.items() if any(visits.values())}
+        table = {
+            place: _by_visit(visits) for place, visits in places.items() if any(visits.values())
+        }
         if table:
             module = model.get_submodule(name)
             module.register_forward_pre_hook(Enter(mode, table))
