@@ -7,7 +7,7 @@ sees this project's torch, and install them there without theirs.
 
     python -m venv zoo && zoo/bin/pip install torch==2.13.0 anycostfl
     zoo/bin/pip install -r benchmarks/zoo-requirements.txt --no-deps
-    zoo/bin/python benchmarks/zoo.py [NAME …] [--jobs 1] [--out zoo.jsonl] [--page docs/…/zoo.md]
+    zoo/bin/python benchmarks/zoo.py [NAME …] [--out zoo.jsonl] [--page docs/results/zoo.md]
 
 A model passes if sorting keeps its function (1e-4), α = .25 leaves at most .40 of the FLOPs, and
 a sub-model trains. CPU seconds are those of `ElasticModel(module, *inputs)` alone; memory is the
@@ -18,17 +18,15 @@ from __future__ import annotations
 
 import argparse
 import copy
+import importlib
 import json
 import math
 import os
 import resource
 import statistics
-import subprocess
-import sys
 import time
 from collections import Counter
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -36,6 +34,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
+
+from anycostfl import ElasticModel
+from anycostfl.shrink import verify
 
 Example = Callable[[], tuple[Any, ...]]
 ALPHA = 0.25
@@ -77,16 +78,21 @@ OPERATORS = torch.library.Library("torchvision", "DEF")
 """torchvision's compiled operators do not fit every torch; its models do not need them."""
 
 
-class Dense(nn.Module):
-    """The tensors of a model that returns a dict."""
+class Logits(nn.Module):
+    """A model of transformers reduced to its predictions: what an encoder leaves is no output."""
 
     def __init__(self, inner: nn.Module) -> None:
         super().__init__()
         self.inner = inner
 
-    def forward(self, *given: Any) -> list[Tensor]:
-        """Return every tensor."""
-        return [x for x in tree_leaves(self.inner(*given)) if isinstance(x, Tensor)]
+    def forward(self, *given: Any) -> Tensor:
+        """Return the predictions."""
+        result = self.inner(*given)
+        for name in ("logits", "prediction_logits", "prediction_outputs"):
+            if getattr(result, name, None) is not None:
+                found: Tensor = getattr(result, name)
+                return found
+        raise TypeError(f"{type(result).__name__} holds no predictions")
 
 
 def pyramid() -> Public:
@@ -95,10 +101,10 @@ def pyramid() -> Public:
     def build() -> nn.Module:
         from torchvision.models.detection import backbone_utils  # noqa: PLC0415
 
-        found = backbone_utils.resnet_fpn_backbone(
+        module: nn.Module = backbone_utils.resnet_fpn_backbone(
             backbone_name="resnet18", weights=None, trainable_layers=5, norm_layer=nn.BatchNorm2d
         )
-        return Dense(found)
+        return module
 
     return Public("torchvision", build, image(64))
 
@@ -135,8 +141,7 @@ def transformers(kind: str, model: str, example: Example, **options: Any) -> Pub
 
         config = getattr(hub, f"{kind}Config")(**options)
         config.use_cache = False
-        module: nn.Module = getattr(hub, model)(config)
-        return module
+        return Logits(getattr(hub, model)(config))
 
     return Public("transformers", build, example)
 
@@ -291,14 +296,19 @@ for _operator in ("nms", "qnms"):
     OPERATORS.define(f"{_operator}(Tensor dets, Tensor scores, float threshold) -> Tensor")
 
 
+PACKAGES = {
+    "torchvision": "torchvision",
+    "timm": "timm",
+    "transformers": "transformers",
+    "smp": "segmentation_models_pytorch",
+}
+
+
 # --- one model ---------------------------------------------------------------------------------
 
 
 def measure(name: str) -> dict[str, Any]:
     """Everything about one model, in this process."""
-    from anycostfl import ElasticModel  # noqa: PLC0415 - the children's work
-    from anycostfl.shrink import verify  # noqa: PLC0415
-
     torch.set_num_threads(1)
     torch.manual_seed(0)
     public = MODELS[name]
@@ -381,9 +391,8 @@ def _step(module: nn.Module, inputs: tuple[Any, ...], rate: float) -> None:
     training = module.training
     module.train()
     results = [x for x in tree_leaves(module(*inputs)) if isinstance(x, Tensor)]
-    loss = sum(x.float().square().mean() for x in results if x.requires_grad)
-    assert isinstance(loss, Tensor)
-    loss.backward()  # type: ignore[no-untyped-call]
+    parts = [x.float().square().mean() for x in results if x.requires_grad]
+    torch.stack(parts).sum().backward()  # type: ignore[no-untyped-call]
     torch.optim.SGD(module.parameters(), lr=rate).step()
     module.train(training)
 
@@ -402,23 +411,23 @@ def _trains(module: nn.Module, inputs: tuple[Any, ...]) -> bool:
 
 def limited(name: str, seconds: int, gigabytes: float) -> dict[str, Any]:
     """Measure one model in its own process, within limits."""
-
-    def limit() -> None:
+    reading, writing = os.pipe()
+    child = os.fork()
+    if child == 0:
         resource.setrlimit(resource.RLIMIT_CPU, (seconds, seconds + 5))
         resource.setrlimit(resource.RLIMIT_DATA, (int(gigabytes * 2**30),) * 2)
-
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    child = subprocess.run(
-        [sys.executable, __file__, "--one", name],
-        capture_output=True, text=True, check=False, preexec_fn=limit, env=environment,  # noqa: PLW1509
-    )  # fmt: skip
-    lines = child.stdout.strip().splitlines()
-    if child.returncode == 0 and lines:
-        found: dict[str, Any] = json.loads(lines[-1])
-        return found
-    told = child.stderr.strip().splitlines() or [f"ended by signal {-child.returncode}"]
-    ended = "out of CPU time" if child.returncode < 0 else told[-1]
-    return {"name": name, "source": MODELS[name].source, "failed": ended[:200]}
+        try:
+            row = measure(name)
+        except Exception as error:
+            row = {"failed": f"{type(error).__name__}: {str(error)[:150]}"}
+        os.write(writing, json.dumps(row).encode())
+        os._exit(0)
+    os.close(writing)
+    with os.fdopen(reading) as pipe:
+        text = pipe.read()
+    os.waitpid(child, 0)
+    row = json.loads(text) if text else {"failed": f"more than {seconds} s or {gigabytes} GB"}
+    return {"name": name, "source": MODELS[name].source, **row}
 
 
 def passes(row: dict[str, Any]) -> bool:
@@ -469,25 +478,24 @@ def main() -> None:
     """Measure the models that are named, or all of them."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("names", nargs="*", metavar="NAME")
-    parser.add_argument("--one", help="measure this model in this process, and print JSON")
-    parser.add_argument("--jobs", type=int, default=1)
     parser.add_argument("--seconds", type=int, default=180, help="CPU time of each process")
     parser.add_argument("--gigabytes", type=float, default=6.0)
-    parser.add_argument("--out", type=Path, help="append every result as a line of JSON")
+    parser.add_argument("--out", type=Path, help="append results as JSON; those there are kept")
     parser.add_argument("--page", type=Path, help="write the table between this page's marks")
     arguments = parser.parse_args()
-    if arguments.one:
-        print(json.dumps(measure(arguments.one)))
-        return
     rows = []
-    with ThreadPoolExecutor(arguments.jobs) as pool:
-        names = arguments.names or list(MODELS)
-        for row in pool.map(lambda n: limited(n, arguments.seconds, arguments.gigabytes), names):
-            rows.append(row)
-            print("ok  " if passes(row) else "FAIL", json.dumps(row), flush=True)
-            if arguments.out:
-                with arguments.out.open("a") as file:
-                    file.write(json.dumps(row) + "\n")
+    if arguments.out and arguments.out.exists():
+        rows = [json.loads(line) for line in arguments.out.read_text().splitlines()]
+    measured = {row["name"] for row in rows}
+    names = [n for n in arguments.names or MODELS if n not in measured]
+    for package in {PACKAGES[MODELS[name].source] for name in names}:
+        importlib.import_module(package)  # once, not in every process
+    for name in names:
+        rows.append(limited(name, arguments.seconds, arguments.gigabytes))
+        print("ok  " if passes(rows[-1]) else "FAIL", json.dumps(rows[-1]), flush=True)
+        if arguments.out:
+            with arguments.out.open("a") as file:
+                file.write(json.dumps(rows[-1]) + "\n")
     print(summary(rows))
     if arguments.page:
         begin, end = "<!-- figures -->\n", "<!-- end of figures -->\n"

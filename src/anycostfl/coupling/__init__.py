@@ -49,11 +49,12 @@ def trace(model: nn.Module, inputs: Sequence[Any]) -> Coupling:
     for tensor in tensors_in(inputs):
         tracer.enter_data(tensor)
     with evaluation(model, plain=True), follow(model, tracer), tracer:
-        result = _run(model, inputs)
+        returned = _labels_of(tracer, _run(model, inputs))
     products, outputs = list(tracer.products), list(tracer.outputs)
     _explore(model, inputs, tracer)
     tracer.products, tracer.outputs = products, outputs  # those of the example only
-    _pin_outputs(tracer, result)
+    _pin_outputs(tracer, returned)
+    tracer.resolve_merged()
     aliases = {n: first_name[id(t)] for n, t in named.items()}
     return _pin_around_unused(_collect(tracer, named, aliases), named)
 
@@ -101,12 +102,14 @@ def _run(forward: Callable[..., Any], inputs: Sequence[Any]) -> Any:
 def _explore(model: nn.Module, inputs: Sequence[Any], tracer: Tracer) -> None:
     """Run in training mode and on the negated example, which may take other branches."""
     negated = [-x if isinstance(x, Tensor) and x.is_floating_point() else x for x in inputs]
+    tracer.forget_results()
     for tensor in tensors_in(negated):
         tracer.enter_data(tensor)
 
     def run(mode: contextlib.AbstractContextManager[None], given: Sequence[Any]) -> None:
         with mode, follow(model, tracer), tracer, contextlib.suppress(Exception):
-            _pin_outputs(tracer, model(*given))
+            _pin_outputs(tracer, _labels_of(tracer, model(*given)))
+        tracer.forget_results()
 
     run(train_mode(model, plain=True), inputs)
     if any(x is not y for x, y in zip(negated, inputs, strict=True)):  # tokens have no sign
@@ -127,10 +130,14 @@ def _pin_around_unused(coupling: Coupling, named: State) -> Coupling:
     return coupling
 
 
-def _pin_outputs(tracer: Tracer, result: Any) -> None:
-    for tensor in tensors_in(result):
-        for label in tracer.labels(tensor):
-            tracer.classes.pin(label, Reason("output", "", "is an output of the model"))
+def _labels_of(tracer: Tracer, result: Any) -> list[Label]:
+    """The labels of everything that a model returns."""
+    return [label for tensor in tensors_in(result) for label in tracer.labels(tensor)]
+
+
+def _pin_outputs(tracer: Tracer, labels: Sequence[Label]) -> None:
+    for label in labels:
+        tracer.classes.pin(label, Reason("output", "", "is an output of the model"))
 
 
 Place = tuple[str, int]
@@ -207,7 +214,7 @@ class Extents:
         return extent if extent.groups else None
 
     def _owned(self, label: Atoms) -> Mapping[str, tuple[float, int]]:
-        """Positions that one channel of each group owns, and its width; a label is looked up once."""
+        """Positions that one channel of each group owns, and its width; looked up once a label."""
         if id(label) not in self._known:
             owners = self._owner[self._classes.roots(label)]
             numbers, first, counts = np.unique(owners, return_index=True, return_counts=True)

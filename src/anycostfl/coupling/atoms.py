@@ -110,6 +110,18 @@ class AtomClasses:
             self.join(label[::size], label[offset::size])
         return label[::size]
 
+    def alone(self) -> NDArray[np.bool_]:
+        """The atoms that met no others and are not pinned."""
+        members = np.bincount(self.roots(np.arange(self.count)), minlength=self.count)
+        alone: NDArray[np.bool_] = members == 1
+        for label, _ in self._pins:
+            alone[label] = False
+        return alone
+
+    def alike(self, atoms: Atoms) -> bool:
+        """Whether every operation treated these atoms the same."""
+        return bool((self._signature[atoms] == self._signature[atoms[0]]).all())
+
     def pin(self, label: Label, reason: Reason) -> None:
         """Forbid these channels to move; the first reason is the one reported."""
         if label is not None:

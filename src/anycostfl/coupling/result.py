@@ -125,7 +125,8 @@ class Coupling:
     """Everything one trace found.
 
     `aliases` maps each tensor's name to the first name of the same tensor (tied weights);
-    `returned` lists module calls in order; `sites` the calls that take sizes of channels; `unused` names the tensors that no operation touched: they are kept whole, and so are the
+    `returned` lists module calls in order; `sites` the calls that take sizes of channels;
+    `unused` names the tensors that no operation touched: they are kept whole, and so are the
     channels whose number matches theirs.
     """
 
@@ -156,6 +157,16 @@ class Coupling:
             return self.flops(widths) / self.full_flops
         full = self.full()
         return sum(widths.values()) / sum(full.values()) if full else 1.0
+
+    def coverage(self) -> float:
+        """The share of training FLOPs in products of which some dimension shrinks."""
+        free = {group.name for group in self.groups}
+        shrinking = (
+            cost.at({}) * cost.passes
+            for cost in self.costs
+            if any(name in free for extent in cost.extents for name in extent.groups)
+        )
+        return sum(shrinking) / self.full_flops if self.full_flops else 0.0
 
     def freeze(self, names: Collection[str], reason: Reason) -> Coupling:
         """Return the same coupling with some groups pinned."""

@@ -202,7 +202,7 @@ TORCH = str(Path(torch.__file__).parent)
 
 
 def place_of_call(frame: FrameType) -> Place:
-    """The call in the model's code that this frame belongs to: torch's own frames are passed over."""
+    """The call in the model's code that led to this frame; torch's own frames are passed over."""
     while frame.f_code.co_filename.startswith(TORCH) and frame.f_back is not None:
         frame = frame.f_back
     return frame.f_code.co_filename, frame.f_lineno, frame.f_lasti

@@ -20,7 +20,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from anycostfl.coupling.atoms import AtomClasses, Label, Reason
+from anycostfl.coupling.atoms import AtomClasses, Atoms, Label, Reason
 from anycostfl.coupling.sizes import FAMILIES, Counted, Place, SizeArguments, place_of_call
 
 Labels = tuple[Label, ...]
@@ -65,6 +65,21 @@ BY_POSITION = {"slice", "split", "split_with_sizes", "unsafe_split", "unsafe_spl
 
 RESHAPES = {"view", "reshape", "unflatten"}
 """Functions that take literal sizes; watched as Python calls, since one may be two operations."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Merged:
+    """Several channel dimensions flattened into one, which has atoms of its own.
+
+    As long as every operation treats them all alike, the dimensions stay free. As soon as one does
+    not, only the last dimension may move, and `last` says which of its atoms lies where.
+    """
+
+    atoms: Atoms
+    parts: tuple[Label, ...]
+    sizes: tuple[int, ...]
+    last: Atoms
+    reason: Reason
 
 
 @dataclass(frozen=True, slots=True)
@@ -164,8 +179,10 @@ class Tracer(Observer):  # type: ignore[no-untyped-call]  # torch leaves it unty
         self._fallback = fallback
         self._labels: dict[int, Labels] = {}
         self._data: set[int] = set()
-        self._alive: list[Tensor] = []  # ids are unique only while their tensors are alive
+        self._base: list[Tensor] = []  # ids are unique only while their tensors are alive
+        self._alive: dict[int, Tensor] = {}
         self.sites: dict[SiteKey, SizesTaken] = {}
+        self._merged: dict[int, Merged] = {}  # by their first atom
 
     def labels(self, tensor: Tensor) -> Labels:
         """The labels of a tensor; data and constants have none."""
@@ -181,11 +198,12 @@ class Tracer(Observer):  # type: ignore[no-untyped-call]  # torch leaves it unty
         self._labels[id(tensor)] = tuple(
             None if n == 1 else label for n, label in zip(tensor.shape, labels, strict=True)
         )
-        self._alive.append(tensor)
+        self._alive[id(tensor)] = tensor
 
     def enter(self, tensor: Tensor) -> None:
         """Give a parameter, buffer or constant fresh atoms along every dimension."""
         self.assign(tensor, [self.classes.new(n) for n in tensor.shape])
+        self._base.append(tensor)
         if tensor.requires_grad:
             self.trained.add(id(tensor))
 
@@ -193,7 +211,17 @@ class Tracer(Observer):  # type: ignore[no-untyped-call]  # torch leaves it unty
         """Register an input of the model; the first one sets the batch size."""
         self.samples = tensor.shape[0] if tensor.dim() and not self._data else self.samples
         self._data.add(id(tensor))
-        self._alive.append(tensor)
+        self._base.append(tensor)
+
+    def forget_results(self) -> None:
+        """Let go of what one run computed, to save its memory, unless the model remembers it."""
+        alone = {0: torch.empty(0)}
+        only_here = next(sys.getrefcount(t) for t in alone.values())
+        self._alive = {k: t for k, t in self._alive.items() if sys.getrefcount(t) > only_here}
+        kept = {*map(id, self._base), *self._alive}
+        self._labels = {key: labels for key, labels in self._labels.items() if key in kept}
+        self._data &= kept
+        self.trained &= kept
 
     def took_sizes(self, place: Place, given: SizeArguments, counted: list[Counted]) -> None:
         """Remember what the sizes count; the first of several runs decides."""
@@ -216,6 +244,45 @@ class Tracer(Observer):  # type: ignore[no-untyped-call]  # torch leaves it unty
         from_data = any(id(x) in self._data for x in call.inputs)
         why = "meets the model's input" if from_data else "meets a dimension that cannot shrink"
         return self.classes.unite(labels, Reason(call.name, self.where, why))
+
+    def merge(self, call: Call, parts: Sequence[Label], sizes: Sequence[int], last: Atoms) -> Atoms:
+        """Give flattened dimensions atoms of their own; see `Merged`."""
+        atoms = self.classes.new(len(last))
+        reason = Reason(call.name, self.where, "merges two channel dimensions")
+        self._merged[int(atoms[0])] = Merged(atoms, tuple(parts), tuple(sizes), last, reason)
+        return atoms
+
+    def unmerge(self, atoms: Atoms, sizes: Sequence[int]) -> Atoms | tuple[Label, ...]:
+        """The dimensions that were flattened, if these are their sizes; else one that may move."""
+        merged = self._merged.get(int(atoms[0]))
+        if merged is None or len(atoms) != len(merged.atoms):
+            return atoms
+        if tuple(sizes) == merged.sizes:
+            return merged.parts
+        self._resolve(merged)
+        return merged.last
+
+    def _resolve(self, merged: Merged) -> None:
+        """Pin all merged dimensions but the last."""
+        del self._merged[int(merged.atoms[0])]
+        kept = [label for label in merged.parts if label is not None][:-1]
+        for label in kept:
+            self.classes.pin(label, merged.reason)
+        self.classes.join(merged.atoms, merged.last)
+
+    def resolve_merged(self) -> None:
+        """Resolve every merged dimension that some operation did not treat all alike."""
+        while True:
+            alone = self.classes.alone()
+            uneven = [
+                merged
+                for merged in self._merged.values()
+                if not (alone[merged.atoms].all() and self.classes.alike(merged.atoms))
+            ]
+            if not uneven:
+                return
+            for merged in uneven:
+                self._resolve(merged)
 
     def seen(self, func: Any, args: Any, kwargs: Any, result: Any) -> None:
         """Let the operation's rule label its results."""

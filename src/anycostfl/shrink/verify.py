@@ -17,8 +17,9 @@ repair helps; in the end, all cuts must pass.
 
 from __future__ import annotations
 
+import contextlib
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass, replace
 from typing import Any
@@ -31,7 +32,7 @@ from anycostfl.coupling import trace
 from anycostfl.coupling.atoms import Reason
 from anycostfl.coupling.result import Coupling, Widths
 from anycostfl.coupling.tracer import Observer, evaluation, follow, tensors_in, train_mode
-from anycostfl.shrink.cut import CutSpec, Order, permute
+from anycostfl.shrink.cut import CutSpec, permute_in_place
 from anycostfl.shrink.widths import TiedWidths, Ties, regions
 from anycostfl.state import State, tensors_of
 
@@ -42,9 +43,15 @@ TRIALS = 2
 """Random widths, in addition to the narrowest."""
 
 
-def verified_spec(model: nn.Module, inputs: Sequence[Any]) -> CutSpec:
-    """Trace a model and keep only what both experiments confirm."""
-    coupling = pin_order_dependent(model, inputs, trace(model, inputs))
+def verified_spec(
+    model: nn.Module, inputs: Sequence[Any], whole: Mapping[str, Reason] | None = None
+) -> CutSpec:
+    """Trace a model and keep only what both experiments confirm.
+
+    `whole` names tensors that are neither sorted nor cut, and says why.
+    """
+    coupling = _kept_whole(trace(model, inputs), whole or {})
+    coupling = pin_order_dependent(model, inputs, coupling)
     spec = CutSpec(model, coupling, _untied(coupling))
     if first_failure(spec, inputs, range(1 + TRIALS)) is None:
         return spec
@@ -52,6 +59,19 @@ def verified_spec(model: nn.Module, inputs: Sequence[Any]) -> CutSpec:
         while failure is not None:
             spec, failure = _repair(spec, failure, inputs)
     return spec
+
+
+def _kept_whole(coupling: Coupling, whole: Mapping[str, Reason]) -> Coupling:
+    """Pin the groups that run through these tensors."""
+    first = {coupling.aliases[name]: reason for name, reason in whole.items()}
+    for reason in dict.fromkeys(first.values()):
+        names = {
+            group.name
+            for group in coupling.groups
+            if any(first.get(slot.tensor) == reason for slot in group.slots)
+        }
+        coupling = coupling.freeze(names, reason)
+    return coupling
 
 
 def _untied(coupling: Coupling) -> Ties:
@@ -90,46 +110,53 @@ def _displacement(
     model: nn.Module, inputs: Sequence[Any], coupling: Coupling, names: Sequence[str]
 ) -> float:
     """The relative change of the output when these groups are rotated or shuffled."""
+    found = _changes(model, inputs, coupling, names)
+    if not found <= TOLERANCE:  # also true for NaN
+        # Rounding alone can change the output of a deep model this much: repeat in float64.
+        with contextlib.suppress(RuntimeError):  # a model may require its own dtype
+            return _changes(model, inputs, coupling, names, torch.float64)
+    return found
+
+
+def _changes(
+    model: nn.Module,
+    inputs: Sequence[Any],
+    coupling: Coupling,
+    names: Sequence[str],
+    dtype: torch.dtype | None = None,
+) -> float:
+    """The largest relative difference of the output, rotated or shuffled; NaN if it has one."""
     generator = torch.Generator().manual_seed(0)
     own = {n: t for n, t in tensors_of(model).items() if coupling.aliases[n] == n}
-    state = _perturbed(own, generator)
+    state = _perturbed(own, generator, dtype)
     rotated = {g.name: torch.arange(g.size).roll(int(g.name in names)) for g in coupling.groups}
     shuffled = {
         name: places[torch.randperm(len(places), generator=generator)] if name in names else places
         for name, places in rotated.items()
     }
-    return max(_change(model, inputs, coupling, state, order) for order in (rotated, shuffled))
+    before = torch.cat(_outputs(model, state, inputs))
+    largest = before.abs().max().clamp(min=1e-30)
+    found = torch.zeros((), dtype=torch.float64)
+    for order in (rotated, shuffled):
+        permute_in_place(coupling, state, order)
+        after = torch.cat(_outputs(model, state, inputs))
+        permute_in_place(coupling, state, {name: torch.argsort(p) for name, p in order.items()})
+        found = torch.maximum(found, (before - after).abs().max() / largest)
+    return float(found)
 
 
-def _change(
-    model: nn.Module, inputs: Sequence[Any], coupling: Coupling, state: State, order: Order
-) -> float:
-    """The largest relative difference of the output under one order of channels."""
-
-    def difference(state: State) -> float:
-        states = state, permute(coupling, state, order)
-        before, after = (torch.cat(_outputs(model, s, inputs)) for s in states)
-        return float((before - after).abs().max() / before.abs().max().clamp(min=1e-30))
-
-    found = difference(state)
-    if found <= TOLERANCE:
-        return found
-    # Rounding alone can change the output of a deep model this much: repeat in float64.
-    try:
-        return difference({n: x.double() if x.is_floating_point() else x for n, x in state.items()})
-    except RuntimeError:  # the model requires its own dtype
-        return found
-
-
-def _perturbed(state: State, generator: torch.Generator) -> dict[str, Tensor]:
-    """Add noise: freshly initialised layers are often all zeros or ones."""
+def _perturbed(
+    state: State, generator: torch.Generator, dtype: torch.dtype | None
+) -> dict[str, Tensor]:
+    """A copy with noise added: freshly initialised layers are often all zeros or ones."""
     perturbed = {}
     for name, tensor in state.items():
-        perturbed[name] = tensor.detach()
+        copied = tensor.detach().clone()
         if tensor.is_floating_point() and tensor.numel():
-            scale = 0.1 * (tensor.detach().square().mean().sqrt() + 0.1)
+            scale = 0.1 * (copied.square().mean().sqrt() + 0.1)
             noise = torch.rand(tensor.shape, generator=generator).to(tensor)
-            perturbed[name] = tensor.detach() + scale * noise  # upwards: variances stay positive
+            copied = copied + scale * noise  # upwards: variances stay positive
+        perturbed[name] = copied.to(dtype) if dtype and tensor.is_floating_point() else copied
     return perturbed
 
 
