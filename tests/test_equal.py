@@ -96,6 +96,10 @@ def test_standings_by_hand() -> None:
     assert slow.cost["energy_j"] == (4.0 + 1.0) / 2
     assert quick.final == pytest.approx((0.8 + 0.7) / 2)
     assert quick.worst is None
+    assert quick.times is None  # without the reference
+    with_reference = {**runs, "anycostfl+/tuned": runs["quick"]}
+    found = {one.label: one.times for one in standings(with_reference, 0.6)}
+    assert found["quick"] == (1.0, 1.0, 1.0)
     assert paired_to(runs, "quick", "slow", 0.6, "energy_j") == pytest.approx(
         (2.0, math.nan, math.nan), nan_ok=True
     )  # the one seed where both reach it
