@@ -5,7 +5,7 @@ BIN    := $(VENV)/bin
 READY  := $(VENV)/.ready
 
 .DEFAULT_GOAL := help
-.PHONY: help run fleet test check lint format bench paper drill clean
+.PHONY: help run fleet test check lint format docs matrix bench paper drill clean
 
 help: ## Show this list
 	@awk -F':.*## ' '/^[a-z]+:.*## / {printf "  \033[1mmake %-8s\033[0m %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -36,6 +36,13 @@ lint: $(READY) ## Ruff, mypy strict, import-linter
 format: $(READY) ## Let ruff put the code in order
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
+
+docs: $(READY) ## The documentation as a site in site/; fails on a broken link
+	$(BIN)/pip install --quiet --constraint constraints.txt --editable '.[docs]'
+	$(BIN)/mkdocs build --strict --quiet
+
+matrix: ## Install the wheel on every Python that is here and run it; says what ran where
+	$(PYTHON) .ci/matrix
 
 bench: $(READY) ## Measure; takes minutes, wants a quiet machine
 	$(BIN)/python benchmarks/shrink.py
@@ -68,4 +75,4 @@ drill: $(READY) ## Kill, fill, damage, jump, stall, soak: what is lost? (a quart
 	$(BIN)/python -m drills
 
 clean: ## Remove the environment and all caches
-	rm -rf $(VENV) build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
+	rm -rf $(VENV) build dist site .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache

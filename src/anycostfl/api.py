@@ -105,17 +105,20 @@ class Run:
         """Write the page of the run, one HTML file."""
         return write_report({self.config.run.method: self}, Path(path))
 
-    def export(self, path: Path | str, *, alpha: float = 1.0) -> Path:
-        """Write the model at a width α, compared with PyTorch: an .onnx, .pt2 or .safetensors file.
+    def export(self, path: Path | str, *, alpha: float = 1.0, int8: bool = False) -> Path:
+        """Write the model at a width α, compared with PyTorch.
 
-        Inputs of the file are prepared ones; its metadata say what they are prepared by.
+        The name ends in .onnx (with int8=True for 8 bits), .pte, .pt2 or .safetensors. Inputs of
+        the file are raw ones, as the task has them; .safetensors holds the weights alone.
         """
         target = Path(path)
-        formats = {kind.suffix: name for name, kind in FORMATS.items()}
+        formats = {kind.suffix: name for name, kind in FORMATS.items() if name != "int8"}
         if target.suffix not in formats:
             raise ConfigError([f"export: given {target}, must end in {', '.join(formats)}"])
+        if int8 and target.suffix != ".onnx":
+            raise ConfigError([f"export: given {target} with int8=True, must end in .onnx"])
         trained = self._trained()
-        write(trained, cut(trained, alpha), target, formats[target.suffix])
+        write(trained, cut(trained, alpha), target, "int8" if int8 else formats[target.suffix])
         return target
 
     def _trained(self) -> TrainedModel:
@@ -134,6 +137,7 @@ class Run:
             remarks=(),
             task=self._experiment.task,
             example=example,
+            raw=self._experiment.task.dataset,
             data=lambda: self._dataset,
         )
 

@@ -9,7 +9,7 @@ fused calls, nothing is logged. Plain SGD is the paper's and the default.
 
 Deviations: a last batch of one sample joins the one before it (833 samples in batches of 64 leave
 one); momentum, Adam, weight decay and clipping are options; what an optimizer remembers starts at
-zero every round.
+zero every round; a device that would miss its time ends training early.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ import ctypes
 import itertools
 import math
 import os
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
@@ -35,6 +36,7 @@ from anycostfl.errors import BetaError, PayloadError, UpdateError
 from anycostfl.feedback import encode_with_feedback, no_residual
 from anycostfl.methods import Method
 from anycostfl.metrics import Metric
+from anycostfl.records.round import Measured
 from anycostfl.shrink import ElasticModel, Order, SubModel
 from anycostfl.shrink.widths import Region, put, take
 from anycostfl.state import State
@@ -89,7 +91,8 @@ class Job:
     """What the server asks of a device: its width, how to upload, its seed, what it remembered.
 
     A device remembers channels where they were at first; `moved` says where each came from since.
-    `learning_rate` is the round's, `work` a factor on the local steps.
+    `learning_rate` is the round's, `work` a factor on the local steps. `until` is the device's own:
+    the server sets no deadline here.
     """
 
     device: int
@@ -100,6 +103,7 @@ class Job:
     memory: State | None = None
     moved: Order = field(default_factory=dict)
     work: float = 1.0
+    until: float = math.inf  # when training has to be over, as `time.perf_counter` tells
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -108,7 +112,8 @@ class Reply:
 
     `error` is what the device reports, `missing` why nothing came from it at all, `unreadable` why
     what came cannot be understood. `bytes_down` is what the device was sent where that is known
-    better than from its plan; `wire_bytes_*` are those of the whole messages.
+    better than from its plan; `wire_bytes_*` are those of the whole messages. `done` is the share
+    of the planned steps that the device had time for, `measured` what the round took on it.
     """
 
     device: int
@@ -121,9 +126,21 @@ class Reply:
     wire_bytes_down: int = 0
     wire_bytes_up: int = 0
     busy_s: float = 0.0
+    done: float = 1.0
+    train_s: float = 0.0
+    encode_s: float = 0.0
+    measured: Measured | None = None
 
 
-Learn = Callable[["DeviceRuntime", SubModel, Samples, Job], State]
+@dataclass(frozen=True, slots=True, eq=False)
+class Trained:
+    """The update of local training, and the share of the planned steps that were done."""
+
+    update: State
+    done: float = 1.0
+
+
+Learn = Callable[["DeviceRuntime", SubModel, Samples, Job], Trained]
 """How a device gets its update; attackers in experiments have their own."""
 
 
@@ -142,19 +159,31 @@ class DeviceRuntime:
 
         `learn` is `learn_honestly`, unless the device is an attacker of an experiment.
         """
+        begin = time.perf_counter()
         try:
-            update = learn(self, sub, samples, job)
-            if not self.method.feedback:
-                return Reply(job.device, self.method.encode(update, job.upload))
-            residual = job.memory or no_residual(dict(self.net.module.named_parameters()))
-            residual = self._permuted(residual, job.moved)
-            payload, left = encode_with_feedback(
-                self.method, update, job.upload, residual, sub.plan
-            )
+            trained = learn(self, sub, samples, job)
+            encoding = time.perf_counter()
+            payload, memory = self._encode(sub, trained.update, job)
         except (UpdateError, BetaError, PayloadError) as error:
             return Reply(job.device, error=str(error), memory=job.memory)
+        return Reply(
+            job.device,
+            payload,
+            memory=memory,
+            done=trained.done,
+            train_s=encoding - begin,
+            encode_s=time.perf_counter() - encoding,
+        )
+
+    def _encode(self, sub: SubModel, update: State, job: Job) -> tuple[bytes, State | None]:
+        """The payload, and what the device remembers of what it could not carry."""
+        if not self.method.feedback:
+            return self.method.encode(update, job.upload), None
+        residual = job.memory or no_residual(dict(self.net.module.named_parameters()))
+        residual = self._permuted(residual, job.moved)
+        payload, left = encode_with_feedback(self.method, update, job.upload, residual, sub.plan)
         back = {name: order.argsort() for name, order in job.moved.items()}
-        return Reply(job.device, payload, memory=self._permuted(left, back))
+        return payload, self._permuted(left, back)
 
     def measure(
         self, module: nn.Module, samples: Samples, owners: int = 1
@@ -180,13 +209,13 @@ class DeviceRuntime:
         return self.net.permute(state, order) if order else state
 
 
-def learn_honestly(runtime: DeviceRuntime, sub: SubModel, samples: Samples, job: Job) -> State:
+def learn_honestly(runtime: DeviceRuntime, sub: SubModel, samples: Samples, job: Job) -> Trained:
     """The update of local training."""
     if runtime.method.prepare:
         runtime.method.prepare(sub.module, runtime.net.module)
     task, training, epochs = runtime.task, runtime.training, runtime.epochs
     try:
-        return train(
+        return train_until(
             sub.module,
             samples,
             task,
@@ -197,6 +226,7 @@ def learn_honestly(runtime: DeviceRuntime, sub: SubModel, samples: Samples, job:
             work=job.work,
             proximal=runtime.proximal,
             nested=runtime.nested(sub),
+            until=job.until,
         )
     except ValueError as error:
         if len(samples) > 1:
@@ -223,6 +253,39 @@ def train(
     the local steps. `proximal` pulls weights back to where they began; steps alternate with the
     `nested` models.
     """
+    trained = train_until(
+        module,
+        samples,
+        task,
+        training,
+        seed,
+        epochs=epochs,
+        rate=rate,
+        work=work,
+        proximal=proximal,
+        nested=nested,
+    )
+    return dict(trained.update)
+
+
+def train_until(
+    module: nn.Module,
+    samples: Samples,
+    task: Task,
+    training: Training,
+    seed: int,
+    *,
+    epochs: int = 1,
+    rate: float | None = None,
+    work: float = 1.0,
+    proximal: float = 0.0,
+    nested: Sequence[SubModel] = (),
+    until: float = math.inf,
+) -> Trained:
+    """The same, but no step begins that would end after a point in time; the first one always does.
+
+    The update is then that of the steps that were done.
+    """
     device = torch.device("cpu" if training.device == "auto" else training.device)
     generator = torch.Generator().manual_seed(seed)
     module.to(device)
@@ -236,10 +299,16 @@ def train(
     parts = _alternating(module, nested, seed)
     bf16, convolutions = training.precision == "bf16", _convolutions(training)
     augment = _augmentation(task, training, seed)
+    steps, done, begin = 0, 0, time.perf_counter()
     with _drawing_alike(seed, device):
         for count in epoch_parts(len(held), epochs, work):
             order = torch.randperm(len(held), generator=generator)[:count]
-            for chosen in batches(order, training.batch):
+            planned = batches(order, training.batch)
+            steps += len(planned)
+            for chosen in planned:
+                if not is_time_left(begin, done, until):
+                    continue
+                done += 1
                 batch = held.take(chosen.to(device))
                 inputs, targets = augment(batch.inputs, batch.targets)
                 inputs = lay_out(inputs)
@@ -249,7 +318,14 @@ def train(
                 loss = task.loss(_as_float32(outputs), targets)
                 take_step(part.gradients(loss))
     after = dict(module.named_parameters())
-    return {n: (w - after[n].detach()).contiguous().cpu() for n, w in before.items()}
+    update = {n: (w - after[n].detach()).contiguous().cpu() for n, w in before.items()}
+    return Trained(update, done / steps)
+
+
+def is_time_left(begin: float, done: int, until: float) -> bool:
+    """Whether one more step, as long as those before, ends in time; the first is always done."""
+    now = time.perf_counter()
+    return done == 0 or now + (now - begin) / done <= until
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -22,6 +22,7 @@ from anycostfl.rounds import (
     deployed,
     first_state,
     is_evaluated,
+    keep_best,
     open_round,
     with_score,
 )
@@ -70,6 +71,7 @@ def run_rounds(
                 if is_evaluated(run, number):
                     state = calibrate(experiment, state)
                     record = with_score(record, devices.evaluate(deployed(state)))
+                    state, record = keep_best(experiment, state, record)
                 clock.lap("evaluate_s")
                 state = replace(state, memories=devices.memory())
             yield RoundResult(record, state, clock.laps)

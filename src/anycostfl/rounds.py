@@ -24,10 +24,10 @@ from anycostfl.codec import Upload, check_codec
 from anycostfl.codec.frame import OVERHEAD
 from anycostfl.config import Run
 from anycostfl.device import Job, Reply, nested_levels, share_done, steps_of
-from anycostfl.errors import PayloadError
+from anycostfl.errors import PayloadError, printable
 from anycostfl.experiment import Experiment
 from anycostfl.methods import Method
-from anycostfl.metrics import Score
+from anycostfl.metrics import MetricInfo, Score
 from anycostfl.planning import cost
 from anycostfl.planning.cost import Devices, Workload
 from anycostfl.planning.draw import Cohort
@@ -41,6 +41,7 @@ from anycostfl.server.aggregate import (
     Move,
     apply_moves,
     averaged,
+    capped,
     clip_bound,
     clipped,
     size_of,
@@ -53,7 +54,10 @@ from anycostfl.shrink import Order, WidthPlan, recalibrate
 from anycostfl.state import State, Update, clone_state
 
 MOST_DUPLICATES = 10  # further replies of a device in a round that are counted
+CLOSED = "the round was closed without it"
 LONGEST_DETAIL = 300  # characters
+COLLAPSE = 0.5  # of what a model had gained: a larger loss is a collapse
+FEWEST_METRICS = 5  # evaluations before a loss counts as a collapse: early ones say little
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -78,12 +82,18 @@ class ServerState:
     fitted: State = field(default_factory=dict)
     suspensions: Suspensions = field(default_factory=Suspensions)
     ledger: Ledger = field(default_factory=Ledger)
+    sizes: tuple[float, ...] = ()  # of updates of earlier rounds (`Robustness.history`)
+    best: State = field(default_factory=dict)  # weights to go back to (`Robustness.rollback`)
+    metrics: tuple[float, ...] = ()  # of all evaluations so far
 
     def checkpoint(self) -> Checkpoint:
         """What has to be saved; the rest follows from the journal."""
         kinds = {"model": self.weights, "velocity": self.velocity}
         kinds |= {"second": self.second, "average": self.average}
         kinds |= {"public": self.public, "moved": self.moved, "fitted": self.fitted}
+        kinds |= {"best": self.best}
+        if self.sizes:
+            kinds |= {"sizes": {"recent": torch.tensor(self.sizes, dtype=torch.float64)}}
         memories = {f"{MEMORY}/{device}": state for device, state in self.memories.items()}
         return Checkpoint(self.rounds, {**kinds, **memories})
 
@@ -117,6 +127,9 @@ def restored_state(
         fitted=point["fitted"],
         suspensions=suspensions_after(records, experiment.config.gate),
         ledger=ledger_of(records),
+        sizes=tuple(point["sizes"].get("recent", torch.zeros(0)).tolist()),
+        best=point["best"],
+        metrics=tuple(r.metric for r in records if r.metric is not None),
     )
 
 
@@ -136,19 +149,36 @@ def draw_seed(seed: int, round_index: int, device: int, purpose: Purpose) -> int
     return int(words[0]) << 31 ^ int(words[1])
 
 
+@dataclass(frozen=True, slots=True)
+class LateReply:
+    """A reply to a round that was closed without it, and its bytes."""
+
+    device: int
+    round: int
+    wire_bytes_up: int = 0
+
+    def record(self) -> DeviceRecord:
+        """As the next round's record holds it."""
+        why = f"its reply to round {self.round + 1} came after that was closed"
+        return DeviceRecord(
+            self.device, Status.UNUSED, "late", why, wire_bytes_up=self.wire_bytes_up
+        )
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class Offers:
     """The devices of a round, and what each can spend.
 
     `drawn` is what the draw would have chosen without suspensions; `silent` are devices that
     were chosen and did not say what they can afford. `fitted` is what samples
-    are prepared by.
+    are prepared by, `late` are replies to earlier rounds that have come since.
     """
 
     cohort: Cohort
     drawn: Sequence[int] = ()
     silent: Sequence[int] = ()
     fitted: State = field(default_factory=dict)
+    late: Sequence[LateReply] = ()
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -243,6 +273,7 @@ def permuted(experiment: Experiment, state: ServerState, order: Order) -> Server
         velocity=along(state.velocity),
         second=along(state.second),
         average=along(state.average),
+        best=along(state.best),
         moved={n: state.moved[n][new] if state.moved else new for n, new in order.items()},
     )
 
@@ -257,6 +288,7 @@ def assign(
     method = experiment.method
     samples = cohort.devices.samples[able] if method.by_samples else np.ones(len(able))
     weights = method.weigh(strategies.alpha[able], strategies.quality[able], samples)
+    weights = capped(weights, experiment.config.aggregation.max_weight or 0.0)
     return [
         _assign_one(experiment, cohort, strategies, number, (i, weight))
         for i, weight in zip(able.tolist(), weights.tolist(), strict=True)
@@ -353,24 +385,40 @@ def close_round(
     method, rules = experiment.method, experiment.config.aggregation
     outcomes = receive(method, plan.assignments, replies)
     outcomes = exclude(experiment, state, _enough(outcomes, min_replies))
-    updates = accepted(experiment, outcomes)
+    updates = accepted(experiment, outcomes, state.sizes)
     if rules.combine == "mean":
         moves = weighted_means(state.weights, updates, rules.least)
     else:
         moves = ranked_means(state.weights, list(updates), rules)
+    before, remark = state, ""
     state = moved_by(experiment, state, moves)
+    if rules.rollback and not is_finite(state.weights):
+        # Weights as they were; what the optimizer carried may be the cause.
+        state = replace(before, velocity={}, second={})
+        remark = "not finite: the round changes nothing"
 
     devices = describe(experiment, state, plan, outcomes)
     devices += _silent(plan.offers.silent)
     devices += state.suspensions.records(plan.offers.drawn, plan.number)
-    record = RoundRecord(plan.number, None, devices, plan.step.size if plan.step else 0)
+    devices += tuple(late.record() for late in plan.offers.late)
+    step_bytes = plan.step.size if plan.step else 0
+    record = RoundRecord(plan.number, None, devices, step_bytes, remark=remark)
     state = replace(
         state,
         rounds=plan.number + 1,
         suspensions=state.suspensions.after(record, experiment.config.gate),
         ledger=state.ledger.after(record) if plan.step else state.ledger,
+        sizes=_remembered(experiment, state.sizes, outcomes),
     )
     return state, record
+
+
+def _remembered(
+    experiment: Experiment, earlier: tuple[float, ...], outcomes: Sequence[Outcome]
+) -> tuple[float, ...]:
+    """The sizes of updates of the latest rounds; those that were not used say something, too."""
+    kept = (experiment.config.aggregation.history or 0) * experiment.config.fleet.cohort
+    return (*earlier, *(o.size for o in outcomes if o.size > 0))[-kept:] if kept else ()
 
 
 def moved_by(experiment: Experiment, state: ServerState, moves: Mapping[str, Move]) -> ServerState:
@@ -408,7 +456,7 @@ def receive(
 
 def _check(method: Method, assignment: Assignment, reply: Reply) -> Outcome:
     told: tuple[tuple[str, Status, str], ...] = (
-        (reply.missing, Status.MISSING, ""),
+        (reply.missing, Status.MISSING, "closed" if reply.missing == CLOSED else ""),
         (reply.error, Status.FAILED, ""),
         (reply.unreadable, Status.REFUSED, "unreadable"),
     )
@@ -433,8 +481,7 @@ def _check_length(assignment: Assignment, payload: bytes) -> None:
 
 def one_line(text: str) -> str:
     """Text from a device on one line of bounded length, without control characters."""
-    line = " ".join(text[:LONGEST_DETAIL].split())
-    return "".join(letter if letter.isprintable() else "\ufffd" for letter in line)
+    return printable(" ".join(text[:LONGEST_DETAIL].split()))
 
 
 def _decode(method: Method, assignment: Assignment, reply: Reply) -> Update:
@@ -453,31 +500,39 @@ def _enough(outcomes: Sequence[Outcome], least: int) -> list[Outcome]:
     ]
 
 
-def accepted(experiment: Experiment, outcomes: Sequence[Outcome]) -> Iterator[Contribution]:
-    """The updates that count, decoded again one at a time to bound memory."""
+def accepted(
+    experiment: Experiment, outcomes: Sequence[Outcome], earlier: Sequence[float] = ()
+) -> Iterator[Contribution]:
+    """The updates that count, decoded again one at a time to bound memory.
+
+    `earlier` are sizes of updates of earlier rounds.
+    """
     # An excluded device still counts for the median: fewer honest ones would shift it.
-    bound = clip_bound((o.size for o in outcomes), experiment.config.aggregation.clip)
+    bound = clip_bound((o.size for o in outcomes), experiment.config.aggregation.clip, earlier)
     factors = factors_of(experiment, outcomes)
     for outcome in outcomes:
         if outcome.status is Status.OK:
             decoded = clipped(_decode(experiment.method, outcome.assignment, outcome.reply), bound)
-            factor = factors.get(outcome.assignment.device, 1.0)
+            # An update of half the steps counts half, unless the method rescales by steps.
+            weight, factor = outcome.assignment.weight * outcome.reply.done, 1.0
+            if factors:
+                weight, factor = outcome.assignment.weight, factors[outcome.assignment.device]
             if factor != 1:
                 scaled = {n: factor * v for n, v in decoded.values.items()}
                 decoded = replace(decoded, values=scaled)
-            yield Contribution(outcome.assignment.plan, decoded, outcome.assignment.weight)
+            yield Contribution(outcome.assignment.plan, decoded, weight)
 
 
 def factors_of(experiment: Experiment, outcomes: Sequence[Outcome]) -> dict[int, float]:
     """By device, what its update is multiplied by where local steps differ; none if they count."""
-    usable = [o.assignment for o in outcomes if o.status is Status.OK]
+    usable = [o for o in outcomes if o.status is Status.OK]
     if experiment.method.rescale is None or not usable:
         return {}
-    weights = np.array([a.weight for a in usable])
-    steps = np.array([float(a.steps) for a in usable])
+    weights = np.array([o.assignment.weight for o in usable])
+    steps = np.array([max(1.0, round(o.assignment.steps * o.reply.done)) for o in usable])
     momentum = experiment.config.training.momentum
     factors = experiment.method.rescale(weights, steps, momentum)
-    return dict(zip((a.device for a in usable), factors.tolist(), strict=True))
+    return {o.assignment.device: f for o, f in zip(usable, factors.tolist(), strict=True)}
 
 
 def exclude(
@@ -492,7 +547,7 @@ def exclude(
     usable = [o for o in outcomes if o.status is Status.OK]
     if not least or len(usable) <= 2:
         return list(outcomes)
-    cosines = agreements(state.weights, lambda: accepted(experiment, usable))
+    cosines = agreements(state.weights, lambda: accepted(experiment, usable, state.sizes))
     usual = statistics.median(cosines)
     found = {o.assignment.device: cosine for o, cosine in zip(usable, cosines, strict=True)}
     return [
@@ -537,6 +592,46 @@ def deployed(state: ServerState) -> State:
 def with_score(record: RoundRecord, score: Score | None) -> RoundRecord:
     """A record with what an evaluation found."""
     return replace(record, metric=score.value, others=dict(score.others)) if score else record
+
+
+def is_finite(weights: State) -> bool:
+    """Whether every number of a model is one."""
+    return all(bool(w.isfinite().all()) for w in weights.values() if w.is_floating_point())
+
+
+def keep_best(
+    experiment: Experiment, state: ServerState, record: RoundRecord
+) -> tuple[ServerState, RoundRecord]:
+    """Keep the best model so far, and go back to it where the model has collapsed.
+
+    Only the server's own evaluation counts: what devices say of a model may be a lie.
+    """
+    if not experiment.config.aggregation.rollback or not experiment.test or record.metric is None:
+        return state, record
+    info, value = experiment.config.metric, record.metric
+    top = info.best([m for m in state.metrics if math.isfinite(m)])
+    if state.best and top is not None and has_collapsed(info, state.metrics, value):
+        remark = f"the model collapsed to {info.show(value)}: back to {info.show(top)}"
+        metrics = (*state.metrics, top)
+        state = replace(
+            state, weights=state.best, velocity={}, second={}, average={}, metrics=metrics
+        )
+        return state, replace(record, metric=top, others={}, remark=remark)
+    state = replace(state, metrics=(*state.metrics, value))
+    if top is None or info.reaches(value, top):
+        state = replace(state, best=deployed(state))
+    return state, record
+
+
+def has_collapsed(info: MetricInfo, earlier: Sequence[float], value: float) -> bool:
+    """Whether a metric has lost more than half of what the best one gained over the first."""
+    known = [m for m in earlier if math.isfinite(m)]
+    best = info.best(known)
+    if not math.isfinite(value):
+        return True
+    if best is None or len(known) < FEWEST_METRICS or info.reaches(value, best):
+        return False
+    return abs(best - value) > COLLAPSE * abs(best - known[0]) > 0
 
 
 def is_evaluated(run: Run, number: int) -> bool:
@@ -602,6 +697,8 @@ def _performed(
         wire_bytes_up=reply.wire_bytes_up,
         wire_bytes_down=reply.wire_bytes_down,
         busy_s=reply.busy_s,
+        done=reply.done,
+        measured=reply.measured,
         binds=tuple(word for flag, word in BIND_WORDS.items() if flag & int(strategies.binds[i])),
         duplicates=outcome.duplicates,
         agreement=outcome.agreement,

@@ -226,7 +226,7 @@ def load_profile(name: str) -> Profile:
 
 def profiles_of(fleet: FleetSpec) -> dict[str, Profile]:
     """The device profiles that a fleet is made of, by name."""
-    return {name: load_profile(name) for name in fleet.profiles}
+    return {name: load_profile(name) for name in fleet.profile_names}
 
 
 def parse_config(text: str, source: str, *, foreign: bool = False) -> Config:
@@ -261,12 +261,16 @@ def to_toml(config: Config) -> str:
 
 def _without_none(table: Mapping[str, Any]) -> dict[str, Any]:
     """A table as TOML can write it: scalars first, nothing that is unset."""
-    known = {
-        key: _without_none(value) if isinstance(value, Mapping) else value
-        for key, value in table.items()
-        if value is not None
-    }
+    known = {key: _plain(value) for key, value in table.items() if value is not None}
     return dict(sorted(known.items(), key=lambda item: isinstance(item[1], dict)))
+
+
+def _plain(value: Any) -> Any:
+    """A value as TOML can write it; tables within lists too."""
+    if isinstance(value, Mapping):
+        return _without_none(value)
+    is_tables = isinstance(value, tuple) and value and isinstance(value[0], Mapping)
+    return [_without_none(table) for table in value] if is_tables else value
 
 
 def fingerprint(config: Config) -> str:
@@ -327,6 +331,10 @@ def _find_in(folder: Path, table: dict[str, Any]) -> None:
         data["path"] = str((folder / path).resolve()) if (folder / path).is_dir() else path
     if isinstance(fleet, dict) and isinstance(fleet.get("profiles"), list):
         fleet["profiles"] = [there(name) for name in fleet["profiles"]]
+    if isinstance(fleet, dict) and isinstance(groups := fleet.get("group"), list):
+        for group in groups:
+            if isinstance(group, dict) and "profile" in group:
+                group["profile"] = there(group["profile"])
 
 
 def _derive(below: dict[str, Any], above: Mapping[str, Any]) -> dict[str, Any]:

@@ -7,9 +7,11 @@ the one before, so that a round which the server has to repeat starts from the s
 
 from __future__ import annotations
 
+import math
 import time
 from dataclasses import dataclass, fields, replace
 from functools import lru_cache
+from logging import INFO
 from typing import cast
 
 import numpy as np
@@ -33,8 +35,10 @@ from anycostfl.experiment import (
     splitting_generator,
     trace_model,
 )
+from anycostfl.flower._internal import log
 from anycostfl.flower.messages import read_state, to_envelope, to_records, write_state
-from anycostfl.planning.cost import Devices, make_devices
+from anycostfl.flower.policy import Policy, check_cost
+from anycostfl.planning.cost import Devices, Workload, make_devices
 from anycostfl.planning.draw import draw_fleet, hardware_of
 from anycostfl.server.downlink import first_public, take_step
 from anycostfl.shrink import SubModel, calibration_batches, recalibrate
@@ -42,6 +46,8 @@ from anycostfl.state import State, tensors_of
 from anycostfl.tasks import Task
 from anycostfl.wire import messages as wire
 from anycostfl.wire.envelope import MessageError
+
+DONE = "round %d: α %.3g, β %.3g; measured %.2f s, %d bytes"
 
 app = ClientApp()
 
@@ -73,7 +79,9 @@ def train(message: Message, context: Context) -> Message:
         reply = Reply(task.device, error=str(problem), memory=memory)
     remember(context.state, task.info, reply.memory)
     known = device.capabilities(task.info.round + 1, device.public(context.state))
-    result = wire.Result(reply.payload, reply.error, time.perf_counter() - begin, known)
+    seconds = time.perf_counter() - begin
+    log(INFO, DONE, task.info.round, task.alpha, task.upload.beta, seconds, len(reply.payload))
+    result = wire.Result(reply.payload, reply.error, seconds, known)
     return Message(to_records(result.pack()), reply_to=message)
 
 
@@ -101,6 +109,9 @@ class Setup:
     data: str = ""  # a task, or data of its own (`data.files`), instead of the experiment's
     split: bool = False  # train on a part of its own data, as the experiment is split
     threads: int = 1
+    methods: str = ""  # that are allowed, separated by commas; empty: all (`policy`)
+    max_epochs: int = 0
+    min_batch: int = 0
     server_files: bool = False  # read files that the server names, as Flower's engine needs it
 
     def node_config(self) -> UserConfig:
@@ -162,6 +173,7 @@ class Device:
             raise MessageError("a task that does not say what samples are prepared by")
         if task.device != self.setup.device:
             raise MessageError(f"a task for device {task.device}, this is {self.setup.device}")
+        self._check_cost(task)
         upload = replace(task.upload, blocks=self.runtime.net.blocks())
         job = Job(
             device=task.device,
@@ -175,6 +187,17 @@ class Device:
         )
         sub = self._sub_model(task, public)
         return self.runtime.perform(sub, self.samples, job, learn_honestly)
+
+    def _check_cost(self, task: wire.TrainTask) -> None:
+        """Refuse what is beyond the owner's budgets; a member of a simulated fleet has none."""
+        if not self.setup.profile:
+            return
+        net = self.runtime.net
+        plan = net.plan(task.alpha)
+        elements = sum(math.prod(plan.shapes[n]) for n, _ in net.module.named_parameters())
+        bits = 32 * task.upload.beta * elements
+        workload = Workload(net.training_flops, net.size_bits, self.runtime.epochs)
+        check_cost(self._own()[1], workload, plan.flops_ratio, bits)
 
     def evaluate(self, task: wire.EvaluateTask) -> wire.Evaluation:
         """The sums of every metric over this device's test samples."""
@@ -247,6 +270,8 @@ def _fill(sub: SubModel, state: State) -> None:
 @lru_cache(maxsize=1)  # a process is one device, but for simulated fleets
 def open_device(setup: Setup, told: wire.ExperimentInfo) -> Device:
     """This device, with its own samples, in the experiment that the server describes."""
+    policy = Policy(setup.methods, setup.max_epochs, setup.min_batch)
+    policy.check(told.method, told.epochs, told.training.batch)
     if not 0 <= setup.device < told.fleet.devices:
         last = told.fleet.devices - 1
         raise ConfigError([f"device: given {setup.device}, must be 0 to {last} in this fleet"])

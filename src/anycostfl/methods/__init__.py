@@ -18,7 +18,7 @@ from anycostfl.codec import Shapes, Upload
 from anycostfl.errors import UnknownNameError
 from anycostfl.planning.cost import Devices, Workload
 from anycostfl.planning.strategy import Limits, Strategies
-from anycostfl.registry import load_file, modules_in, own_folders, unknown
+from anycostfl.registry import load_file, module_name, modules_in, own_folders, unknown
 from anycostfl.state import State, Update
 
 __path__ = [*__path__, *own_folders("methods")]
@@ -79,7 +79,7 @@ def elements(shapes: Shapes) -> int:
 
 def names() -> list[str]:
     """Every method that can be loaded by name."""
-    return [name.replace("_plus", "+") for name in modules_in(__path__)]
+    return [name.replace("_plus", "+") for name in modules_in("methods", __path__)]
 
 
 def variants(name: str) -> list[str]:
@@ -112,4 +112,4 @@ def _module(name: str) -> ModuleType:
 
 
 def _module_name(name: str) -> str:
-    return name.partition("/")[0].replace("+", "_plus")
+    return module_name(name.partition("/")[0])

@@ -95,9 +95,11 @@ def decode_at_rate(payload: bytes, shapes: Shapes, upload: Upload) -> Update:
     return decode_unmasked(payload, shapes, upload)
 
 
-def average(values: FloatArray) -> float:
-    """The mean; one, where there is nobody."""
-    return float(values.mean()) if values.size else 1.0
+def average(values: FloatArray, claims: str | None = None) -> float:
+    """The mean, or the median of what devices claim; one, where there is nobody."""
+    if not values.size:
+        return 1.0
+    return float(np.median(values) if claims == "median" else values.mean())
 
 
 def weigh_by_samples(alpha: FloatArray, beta: FloatArray, samples: FloatArray) -> FloatArray:

@@ -41,9 +41,12 @@ ERROR = 0.55  # between a CNN's and a ResNet-18's
 
 
 def plan(devices: Devices, workload: Workload, limits: Limits) -> Strategies:
-    """Full width; the mean rate shared out in proportion to the channels."""
+    """Full width; the mean rate shared out in proportion to the channels.
+
+    Where claims are not trusted, in proportion to the median channel: none gets more than all.
+    """
     mean = limits.upload_ratio or RATE
-    beta = np.minimum(1.0, mean * devices.rate_bps / average(devices.rate_bps))
+    beta = np.minimum(1.0, mean * devices.rate_bps / average(devices.rate_bps, limits.claims))
     return fixed_strategies(devices, workload, alpha=np.ones(len(devices)), beta=beta)
 
 

@@ -14,6 +14,7 @@ exponent is the paper's 3.76; the paper leaves the constant out.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Annotated
 
@@ -48,7 +49,8 @@ class Workload:
 class Devices:
     """Many devices as one array per quantity; `make_devices` checks what it is given.
 
-    `overhead` is what does not shrink with the width, as a share of the full model's cycles.
+    `overhead` is what does not shrink with the width, as a share of the full model's cycles. At
+    width α training takes `memory_fixed_bytes` + α·`memory_width_bytes` at its peak.
     """
 
     samples: PositiveArray
@@ -61,6 +63,9 @@ class Devices:
     latency_s: PositiveArray
     energy_j: PositiveArray
     overhead: Annotated[FloatArray, AtLeastZero]
+    memory_bytes: PositiveArray
+    memory_fixed_bytes: Annotated[FloatArray, AtLeastZero]
+    memory_width_bytes: Annotated[FloatArray, AtLeastZero]
 
     def __len__(self) -> int:
         return len(self.samples)
@@ -68,6 +73,15 @@ class Devices:
     def take(self, index: slice | npt.NDArray[np.intp]) -> Devices:
         """The devices at these positions."""
         return Devices(*(getattr(self, item.name)[index] for item in fields(self)))
+
+
+UNLIMITED = 1e18  # a budget that is none
+DEFAULTS: Mapping[str, npt.ArrayLike] = {
+    "overhead": 0.0,
+    "memory_bytes": UNLIMITED,
+    "memory_fixed_bytes": 0.0,
+    "memory_width_bytes": 0.0,
+}
 
 
 def make_devices(**quantities: npt.ArrayLike) -> Devices:
@@ -78,11 +92,12 @@ def make_devices(**quantities: npt.ArrayLike) -> Devices:
 
 
 def repeat_devices(**quantities: npt.ArrayLike) -> Devices:
-    """Devices from numbers and arrays, each repeated to the common length; by default no overhead.
+    """Devices from numbers and arrays, each repeated to the common length.
 
-    For numbers that are known to be within their rules.
+    By default there is no overhead, and memory does not matter. For numbers that are known to be
+    within their rules.
     """
-    given = {"overhead": 0.0, **quantities}
+    given = {**DEFAULTS, **quantities}
     columns = {name: np.asarray(value, np.float64) for name, value in given.items()}
     several = {name: c.shape for name, c in columns.items() if c.shape not in ((), (1,))}
     shape, *others = {*several.values()} or {(1,)}
@@ -154,6 +169,13 @@ def upload_time_s(
 def upload_energy_j(time_s: FloatArray, power_w: FloatArray) -> FloatArray:
     """E^com of sending for that long."""
     return time_s * power_w
+
+
+def widest_in_memory(devices: Devices) -> FloatArray:
+    """The largest α, up to 1, whose training fits; below zero where nothing does."""
+    room, width = devices.memory_bytes - devices.memory_fixed_bytes, devices.memory_width_bytes
+    most: FloatArray = np.divide(room, width, out=np.sign(room), where=width > 0)
+    return np.minimum(most, 1.0)
 
 
 def round_cost(

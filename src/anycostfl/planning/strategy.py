@@ -9,20 +9,23 @@ from typing import Annotated
 import numpy as np
 import numpy.typing as npt
 
-from anycostfl.checks import AtMost, FloatArray, Interval, check_fields
+from anycostfl.checks import AtMost, FloatArray, Interval, OneOf, check_fields
 
 
 @dataclass(frozen=True, slots=True)
 class Caps:
     """The caps on α and β of (P1); those on f belong to each device.
 
-    `upload_ratio` is for methods that plan no β: αβ, what a device uploads relative to S.
+    `upload_ratio` is for methods that plan no β: αβ, what a device uploads relative to S. `claims`
+    is for methods that plan from what the whole cohort says: its mean, or its median, which no
+    single device moves far; unset, the mean in simulation and the median for real devices.
     """
 
     alpha_min: Annotated[float, Interval(0.0, 1.0, open_low=True)] = 0.25
     beta_min: Annotated[float, Interval(0.0, 1.0), AtMost("beta_max")] = 0.0
     beta_max: Annotated[float, Interval(0.0, 1.0, open_low=True)] = 1 / 15
     upload_ratio: Annotated[float | None, Interval(0.0, 1.0, open_low=True)] = None
+    claims: Annotated[str | None, OneOf(("mean", "median"))] = None
 
     def __post_init__(self) -> None:
         check_fields(self)
@@ -43,6 +46,7 @@ class Reason(enum.IntEnum):
     ENERGY = 2  # even at f^min the smallest strategy takes too much energy
     BOTH = 3  # fast enough or frugal enough, but not at the same clock
     RADIO = 4  # the smallest upload alone breaks a budget
+    MEMORY = 5  # even the narrowest sub-model does not fit
 
     def __str__(self) -> str:
         return REASON_WORDS[self]
@@ -59,6 +63,7 @@ class Binds(enum.IntFlag):
     BETA_MAX = 32
     FREQUENCY_MIN = 64
     FREQUENCY_MAX = 128
+    MEMORY = 256
 
     def words(self) -> list[str]:
         """The constraints as text."""
@@ -96,7 +101,8 @@ class Strategies:
     `latency_floor_s` and `energy_floor_j` are the least time (at f^max) and the least energy (at
     f^min) of any strategy. `least_latency_s` is the least latency budget under which the device
     could take part with its energy budget, raised to the floor if it is below, and
-    `least_energy_j` the same with the roles exchanged.
+    `least_energy_j` the same with the roles exchanged. `least_memory_bytes` is the peak of the
+    narrowest sub-model.
     """
 
     alpha: FloatArray
@@ -110,11 +116,12 @@ class Strategies:
     energy_slack_j: FloatArray
     feasible: npt.NDArray[np.bool_]
     reason: npt.NDArray[np.uint8]
-    binds: npt.NDArray[np.uint8]
+    binds: npt.NDArray[np.uint16]
     least_latency_s: FloatArray
     least_energy_j: FloatArray
     latency_floor_s: FloatArray
     energy_floor_j: FloatArray
+    least_memory_bytes: FloatArray
     work: FloatArray
 
     def __len__(self) -> int:

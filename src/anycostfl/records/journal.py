@@ -2,25 +2,29 @@
 
 Every line carries the version of its schema. Version 1 had no such key and told a device's status
 as one text ("refused: damaged: …"); up to version 2 the metric was always `accuracy`. Both are read
-as if they had been written today.
+as if they had been written today. What only real devices have is left out of other lines.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import zip_longest
 from typing import Any
 
 from anycostfl.files import StorageError
-from anycostfl.records.round import DeviceRecord, RoundRecord, Status
+from anycostfl.records.round import DeviceRecord, Measured, RoundRecord, Status
 
 SCHEMA = 3
 LATEST = 1000  # a larger number is damage, not a newer version
 LARGEST = 1 << 62  # of a whole number
+LONGEST_LINE = 1 << 24  # bytes: a round of about 20,000 devices
 
 OLD_STATUSES = {"sat out": "infeasible", "benched": "suspended", "left out": "excluded"}
 """How version 1 named what is called otherwise since."""
+ONLY_REAL: Mapping[str, object] = {"done": 1.0, "measured": None}
+"""Fields that only real devices have, and what they are elsewhere."""
 UNREADABLE = (ValueError, TypeError, KeyError, AttributeError, RecursionError)
 """What `parse_record` raises if a line is no round of this version or an older one."""
 
@@ -32,7 +36,14 @@ class NewerSchemaError(StorageError):
 def format_record(record: RoundRecord) -> str:
     """A round as one line; ValueError if it could not be read back."""
     _check(record)
-    return json.dumps({"schema": SCHEMA, **dataclasses.asdict(record)})
+    table = {"schema": SCHEMA, **dataclasses.asdict(record)}
+    if not record.remark:  # nearly always
+        del table["remark"]
+    for device in table["devices"]:
+        for name, usual in ONLY_REAL.items():
+            if device[name] == usual:
+                del device[name]
+    return json.dumps(table)
 
 
 def parse_record(line: bytes | str) -> RoundRecord:
@@ -53,14 +64,16 @@ def parse_record(line: bytes | str) -> RoundRecord:
         devices=tuple(read(device) for device in table["devices"]),
         step_bytes=table.get("step_bytes", 0),
         others=table.get("others", {}),
+        remark=table.get("remark", ""),
     )
     _check(record)
     return record
 
 
 def _device(table: Mapping[str, Any]) -> DeviceRecord:
+    measured = table.get("measured")
     known = {**table, "status": Status(table["status"]), "binds": tuple(table.get("binds", ()))}
-    return DeviceRecord(**known)
+    return DeviceRecord(**{**known, "measured": None if measured is None else Measured(**measured)})
 
 
 def _old_device(table: Mapping[str, Any]) -> DeviceRecord:
@@ -77,16 +90,19 @@ def _old_device(table: Mapping[str, Any]) -> DeviceRecord:
 
 
 def parse_journal(
-    copies: Sequence[Sequence[bytes]], remarks: list[str], names: tuple[str, str]
+    copies: Sequence[Iterable[bytes]], remarks: list[str], names: tuple[str, str]
 ) -> list[RoundRecord]:
-    """Rounds 0, 1, 2 … up to the end or the first line that is intact in no copy."""
+    """Rounds 0, 1, 2 … up to the end or the first line that is intact in no copy.
+
+    Nothing is read beyond that line: what follows may be of any length.
+    """
     records: list[RoundRecord] = []
     restored: list[int] = []
-    for number in range(max(map(len, copies))):
+    for number, lines in enumerate(zip_longest(*copies)):
         problems: list[Exception] = []
-        for lines in copies:
+        for line in lines:
             try:
-                records.append(_parse_line(lines, number))
+                records.append(_parse_line(line, number))
                 break
             except (NewerSchemaError, *UNREADABLE) as error:
                 problems.append(error)
@@ -103,10 +119,12 @@ def parse_journal(
     return records
 
 
-def _parse_line(lines: Sequence[bytes], number: int) -> RoundRecord:
-    if number >= len(lines):
+def _parse_line(line: bytes | None, number: int) -> RoundRecord:
+    if line is None:
         raise ValueError("it ends there")
-    record = parse_record(lines[number])
+    if len(line) > LONGEST_LINE:
+        raise ValueError(f"a line of more than {LONGEST_LINE} bytes")
+    record = parse_record(line)
     if record.round != number:
         raise ValueError(f"it holds round {record.round}")
     return record
@@ -121,16 +139,20 @@ _KINDS: Mapping[str, type | tuple[type, ...]] = {
     "tuple[str, ...]": tuple,
     "tuple[DeviceRecord, ...]": tuple,
     "Mapping[str, float]": dict,
+    "Measured | None": (Measured, type(None)),
+    "bool | None": (bool, type(None)),
+    "int | None": (int, type(None)),
 }
 _FIELDS = {
     kind: [(item.name, _KINDS[str(item.type)]) for item in dataclasses.fields(kind)]
-    for kind in (RoundRecord, DeviceRecord)
+    for kind in (RoundRecord, DeviceRecord, Measured)
 }
 
 
 def _check(record: RoundRecord) -> None:
     """Refuse a value that is not of its field's type, or a number no journal can hold."""
-    parts: tuple[RoundRecord | DeviceRecord, ...] = (record, *record.devices)
+    measured = (d.measured for d in record.devices if d.measured is not None)
+    parts: tuple[Any, ...] = (record, *record.devices, *measured)
     for part in parts:
         for name, kind in _FIELDS[type(part)]:
             _check_value(name, getattr(part, name), kind)

@@ -25,6 +25,37 @@ class Status(enum.StrEnum):
 
 
 @dataclass(frozen=True, slots=True)
+class Measured:
+    """What a round took on a real device, as the device reports it; None is not measured.
+
+    A device knows how long its upload took when it is over, so it reports that with its next round:
+    `earlier_upload_s` is that of round `earlier_round`. `energy_used` and `memory_used` are shares
+    of the device's budgets, which it need not disclose.
+    """
+
+    download_s: float | None = None
+    decode_s: float | None = None
+    train_s: float | None = None
+    encode_s: float | None = None
+    joules: float | None = None
+    energy_used: float | None = None
+    memory_bytes: float | None = None  # at its peak
+    memory_used: float | None = None
+    clock_hz: float | None = None
+    celsius: float | None = None
+    throttled: bool | None = None
+    earlier_round: int | None = None
+    earlier_upload_s: float | None = None
+
+    @property
+    def until_upload_s(self) -> float | None:
+        """Seconds until the upload began, if they are all known."""
+        parts = (self.download_s, self.decode_s, self.train_s, self.encode_s)
+        known = [part for part in parts if part is not None]
+        return sum(known) if len(known) == len(parts) else None
+
+
+@dataclass(frozen=True, slots=True)
 class DeviceRecord:
     """What one device of a cohort did, and what it paid.
 
@@ -60,6 +91,8 @@ class DeviceRecord:
     binds: tuple[str, ...] = ()
     duplicates: int = 0  # further replies of the device in this round, all refused
     agreement: float | None = None  # cosine with the others' updates, where it was computed
+    done: float = 1.0  # share of the planned steps that the device had time for
+    measured: Measured | None = None  # on real devices
 
     @property
     def latency_s(self) -> float:
@@ -89,6 +122,7 @@ class RoundRecord:
     devices: tuple[DeviceRecord, ...]
     step_bytes: int = 0  # of the step to the next public model, if there is one (`downlink`)
     others: Mapping[str, float] = field(default_factory=dict)
+    remark: str = ""  # what happened to the model besides, such as going back to an earlier one
 
     @property
     def latency_s(self) -> float:
@@ -200,6 +234,7 @@ def summarise(
         "updates_excluded": kinds[Status.EXCLUDED],
         "devices_suspended": len({d.device for d in devices if d.status is Status.SUSPENDED}),
         "rounds_suspended": kinds[Status.SUSPENDED],
+        "rounds_remarked": sum(bool(record.remark) for record in records),
         "target": target,
         "rounds_to_target": rounds,
         "minutes_to_target": there and there.latency_s / 60,

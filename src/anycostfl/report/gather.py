@@ -26,13 +26,13 @@ Document = dict[str, Any]  # a JSON object
 LONGEST_TEXT = 300  # characters of a status, a remark, a cell
 LARGEST_FILE = 1 << 20  # bytes of anything but the journals
 
-BINDS = Binds(255).words()
+BINDS = Binds(511).words()
 
 
 def gather(folder: Path, *, growing: bool = False) -> Document:
     """Everything the page shows of one run; `growing` while the run continues."""
     records, damage = read_journal(folder, growing=growing)
-    remarks = list(damage)
+    remarks = [*damage, *(f"round {r.round + 1}: {r.remark}" for r in records if r.remark)]
     config = _text(folder / CONFIG, remarks)
     settings = _settings(config, remarks)
     info = MetricInfo(**settings["metric"])

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Annotated, NamedTuple
 
@@ -31,6 +31,8 @@ from anycostfl.errors import ConfigError
 from anycostfl.shrink.widths import WidthPlan, add
 from anycostfl.state import State, Update
 
+LEAST_KNOWN = 5  # sizes of earlier rounds, for their median to bound a round's
+DRIFT = 2.0  # how far the median size of a round may be from that of earlier ones
 LEAST_RATIO = 1e-3  # no update counts as closer to the truth than 0.1 % of its norm
 
 
@@ -154,13 +156,21 @@ def size_of(update: Update) -> float:
     return math.sqrt(square / max(sum(v.numel() for v in update.values.values()), 1))
 
 
-def clip_bound(sizes: Iterable[float], clip: float) -> float:
+def clip_bound(sizes: Iterable[float], clip: float, earlier: Sequence[float] = ()) -> float:
     """The size beyond which an update of this round is scaled down; infinite if clip is 0.
 
     Of two middle sizes the smaller: half of the devices may inflate their updates and gain nothing.
+    Sizes of earlier rounds bound the median both ways: a device that is alone in its round cannot
+    set the bound, and a tiny update cannot have an honest one scaled down to nothing.
     """
     known = [size for size in sizes if size > 0]
-    return clip * statistics.median_low(known) if clip and known else math.inf
+    if not clip or not known:
+        return math.inf
+    middle = statistics.median_low(known)
+    if len(earlier) >= LEAST_KNOWN:
+        usual = statistics.median_low(earlier)
+        middle = min(max(middle, usual / DRIFT), usual * DRIFT)
+    return clip * middle
 
 
 def clipped(update: Update, bound: float) -> Update:
@@ -204,4 +214,16 @@ def optimal_weights(
             raise ConfigError([f"samples: given {samples}, must be finite and > 0"])
         weights = weights * counts
     shares: FloatArray = weights / weights.sum()
+    return shares
+
+
+def capped(weights: FloatArray, most: float) -> FloatArray:
+    """Weights of which none exceeds that many times their median; they still sum to one.
+
+    The median, as a mean moves with the largest. 0 is off.
+    """
+    if not most or not len(weights):
+        return weights
+    bounded = np.minimum(weights, most * float(np.median(weights)))
+    shares: FloatArray = bounded / bounded.sum() if bounded.sum() > 0 else weights
     return shares
