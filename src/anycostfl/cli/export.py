@@ -11,7 +11,7 @@ from typing import Annotated
 import click
 from typer import Argument, Option
 
-from anycostfl.cli._console import Json, emit_json, err, note, print_table, say
+from anycostfl.cli._console import Json, amount, emit_json, err, note, print_table, say
 from anycostfl.data.files import DataMissingError
 from anycostfl.errors import ConfigError
 from anycostfl.export import cut, least_alpha, metric_of, open_trained, widths
@@ -195,9 +195,9 @@ def _show(measured: Sequence[Width], info: MetricInfo) -> None:
         "precision": [w.precision for w in measured],
         f">{info.name}": [info.show(w.metric) for w in measured if w.metric is not None],
         ">parameters": [f"{w.parameters:,}" for w in measured],
-        ">MFLOP": [f"{w.flops / 1e6:.2f}" for w in measured],
-        ">kB": [f"{w.bytes / 1e3:,.0f}" for w in measured],
-        ">ms": [f"{w.latency_ms:.3f}" for w in measured if w.latency_ms is not None],
+        ">MFLOP": [f"{w.flops / 1e6:.3g}" for w in measured],
+        ">size": [amount(w.bytes, "B") for w in measured],
+        ">latency": [amount(w.latency_ms / 1e3, "s") for w in measured if w.latency_ms is not None],
         ">error": [f"{w.difference:.2g}" for w in measured if w.difference is not None],
     }
     known = {title: cells for title, cells in columns.items() if cells}

@@ -96,6 +96,8 @@ def write_onnx(module: nn.Module, example: Tree, path: Path, metadata: Metadata)
         )
     if program is None:
         raise ExportError("torch's ONNX exporter returned nothing")
+    for node in program.model.graph:  # stack traces with the paths of this machine
+        node.metadata_props.clear()
     program.model.metadata_props[METADATA] = json.dumps(metadata)
     program.save(path, external_data=False)
 

@@ -69,4 +69,22 @@ def quantize(source: Path, target: Path, feeds: Sequence[dict[str, Any]]) -> Non
     model, before = onnx.load(target), onnx.load(source, load_external_data=False)
     del model.metadata_props[:]
     model.metadata_props.extend(before.metadata_props)
+    _shorten(model.graph)
     onnx.save(model, target)
+
+
+def _shorten(graph: Any) -> None:
+    """Short names inside, no shapes that runtimes infer: half of a small file would be names."""
+    del graph.value_info[:]
+    if any(attribute.HasField("g") for node in graph.node for attribute in node.attribute):
+        return  # a part of the graph that sees the names outside
+    inside = [made.name for made in graph.initializer]
+    inside += [name for node in graph.node for name in node.output if name]
+    kept = {value.name for value in (*graph.input, *graph.output)}
+    short = {name: f"v{i}" for i, name in enumerate(inside) if name not in kept}
+    for made in graph.initializer:
+        made.name = short.get(made.name, made.name)
+    for node in graph.node:
+        node.name = ""
+        node.input[:] = [short.get(name, name) for name in node.input]
+        node.output[:] = [short.get(name, name) for name in node.output]
