@@ -60,7 +60,7 @@ def licence_of(package: metadata.Distribution) -> str:
     """What a package says of its licence, on one line."""
     about = package.metadata
     classes = [c.rpartition(" :: ")[2] for c in about.get_all("Classifier") or [] if "License" in c]
-    said = about.get("License-Expression") or ", ".join(classes) or about.get("License") or ""
+    said = str(about["License-Expression"] or ", ".join(classes) or about["License"] or "")
     return said.splitlines()[0][:100] if said else ""
 
 

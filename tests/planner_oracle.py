@@ -23,7 +23,9 @@ class Found(NamedTuple):
     gain: Array
 
 
-def random_devices(rng: np.random.Generator, count: int, *, overhead: float = 0.0) -> Devices:
+def random_devices(
+    rng: np.random.Generator, count: int, *, overhead: float = 0.0, memory: bool = False
+) -> Devices:
     """Light and heavy work, good and bad radio, tight and loose budgets."""
 
     def spread(low: float, high: float) -> Array:
@@ -41,7 +43,11 @@ def random_devices(rng: np.random.Generator, count: int, *, overhead: float = 0.
         latency_s=spread(0.2, 300),
         energy_j=spread(0.02, 500),
         overhead=overhead * rng.random(count),
+        **({"memory_bytes": spread(4e8, 4e9)} | _PEAKS if memory else {}),
     )
+
+
+_PEAKS = {"memory_fixed_bytes": 3.9e8, "memory_width_bytes": 2e9}
 
 
 Quality = Callable[[Array], Array]
@@ -86,7 +92,9 @@ def _gain_at(
     left = _upload_time(columns, work)
     beta = left * columns["rate_bps"] / (alpha * workload.size_bits)
     gain = alpha**4 * quality(np.clip(beta, 0.0, limits.beta_max))
-    return np.where(beta >= limits.beta_min, gain, -np.inf)
+    peak = columns["memory_fixed_bytes"] + alpha * columns["memory_width_bytes"]
+    affordable = (beta >= limits.beta_min) & (peak <= columns["memory_bytes"])
+    return np.where(affordable, gain, -np.inf)
 
 
 def _upload_time(columns: dict[str, Array], work: Array) -> Array:

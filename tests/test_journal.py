@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from anycostfl.config import load_preset, to_toml
 from anycostfl.files import StorageError
 from anycostfl.records.journal import SCHEMA, format_record, parse_record
-from anycostfl.records.round import DeviceRecord, RoundRecord, Status, refusals
+from anycostfl.records.round import DeviceRecord, Measured, RoundRecord, Status, refusals
 from anycostfl.records.run import COPY, JOURNAL, RunWriter, open_run, read_journal
 from anycostfl.server.suspensions import Gate, suspensions_after
 
@@ -23,6 +23,13 @@ SECOND_JOURNAL = OLD_JOURNAL.with_name("journal-schema-2.jsonl")
 
 texts = st.text(st.characters(exclude_categories=["Cs"]), max_size=20)
 numbers = st.floats(allow_nan=False, allow_infinity=False)
+measured = st.builds(
+    Measured,
+    train_s=st.none() | numbers,
+    memory_used=st.none() | numbers,
+    throttled=st.none() | st.booleans(),
+    earlier_round=st.none() | st.integers(0, 1 << 62),
+)
 devices = st.builds(
     DeviceRecord,
     device=st.integers(0, 1 << 62),
@@ -34,6 +41,8 @@ devices = st.builds(
     binds=st.lists(texts, max_size=3).map(tuple),
     duplicates=st.integers(0, 10),
     agreement=st.none() | numbers,
+    done=st.floats(0, 1, exclude_min=True),
+    measured=st.none() | measured,
 )
 records = st.builds(
     RoundRecord,
@@ -51,6 +60,19 @@ def test_a_record_is_one_line_that_reads_back(record: RoundRecord) -> None:
     assert len(line.splitlines()) == 1
     assert json.loads(line)["schema"] == SCHEMA == 3
     assert parse_record(line) == parse_record(line.encode()) == record
+
+
+def test_a_line_without_real_devices_does_not_mention_what_only_they_have() -> None:
+    """Journals of simulated runs stay what they were, to the byte."""
+    plain = DeviceRecord(0, Status.OK)
+    simulated = json.loads(format_record(RoundRecord(0, None, (plain,))))["devices"][0]
+    assert not {"done", "measured"} & simulated.keys()
+    real = DeviceRecord(0, Status.OK, done=0.5, measured=Measured(train_s=1.0))
+    both = json.loads(format_record(RoundRecord(0, None, (plain, real))))["devices"]
+    assert "done" not in both[0]
+    assert both[1]["done"] == 0.5
+    assert both[1]["measured"]["train_s"] == 1.0
+    assert both[1]["measured"]["joules"] is None  # not measured, and not a guess
 
 
 def old_run(folder: Path, journal: bytes = OLD_JOURNAL.read_bytes()) -> Path:

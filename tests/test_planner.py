@@ -65,6 +65,8 @@ def assert_within_every_constraint(
     )
     assert np.all(latency[on] <= devices.latency_s[on] * (1 + 1e-9))
     assert np.all(energy[on] <= devices.energy_j[on] * (1 + 1e-9))
+    peak = devices.memory_fixed_bytes + s.alpha * devices.memory_width_bytes
+    assert np.all(peak[on] <= devices.memory_bytes[on] * (1 + 1e-9))
     for value, low, high in (
         (s.alpha, limits.alpha_min, 1.0),
         (s.beta, limits.beta_min, limits.beta_max),
@@ -97,6 +99,20 @@ def test_no_worse_than_brute_force_with_overhead(case: int) -> None:
     assert_within_every_constraint(exact, devices, workload, limits)
 
 
+@pytest.mark.parametrize("codec", ["kernel", *MEASURED])
+@pytest.mark.parametrize("case", range(len(CASES)))
+def test_no_worse_than_brute_force_within_memory(case: int, codec: str) -> None:
+    workload, limits = CASES[case]
+    curve = MEASURED[codec].quality if codec in MEASURED else np.asarray
+    overhead = 0.3 * (case % 2)
+    devices = random_devices(np.random.default_rng(20 + case), 500, overhead=overhead, memory=True)
+    exact = plan_strategies(devices, workload, replace(limits, codec=codec))
+    found = search(devices, workload, limits, curve)
+    assert np.array_equal(exact.feasible, found.feasible)
+    assert np.all(exact.gain >= found.gain * (1 - 1e-6))
+    assert_within_every_constraint(exact, devices, workload, limits)
+
+
 @pytest.mark.parametrize("codec", MEASURED)
 @pytest.mark.parametrize("case", range(len(CASES)))
 def test_no_worse_than_brute_force_with_a_measured_codec(case: int, codec: str) -> None:
@@ -110,6 +126,18 @@ def test_no_worse_than_brute_force_with_a_measured_codec(case: int, codec: str) 
     assert_within_every_constraint(exact, devices, workload, limits)
     on = exact.feasible
     np.testing.assert_allclose(exact.gain[on], exact.alpha[on] ** 4 * curve.quality(exact.beta[on]))
+
+
+def test_memory_is_a_reason_and_binds() -> None:
+    peaks = {"memory_fixed_bytes": 4e8, "memory_width_bytes": 1e9}
+    rich = {"latency_s": 1e3, "energy_j": 1e3}
+    tight = one_device(memory_bytes=[9e8, 6e8, 1.5e9], **peaks, **rich)
+    plan = plan_strategies(tight, CNN, PAPER)
+    np.testing.assert_allclose(plan.alpha, [0.5, 0.0, 1.0])
+    assert plan.reason[1] == Reason.MEMORY
+    assert str(Reason.MEMORY) == "memory"
+    assert [bool(flags & Binds.MEMORY) for flags in plan.binds.tolist()] == [True, False, False]
+    assert needed_budgets(plan, tight, 1) == "650 MB of memory"
 
 
 def test_a_better_codec_sends_less_and_computes_more() -> None:
@@ -129,7 +157,7 @@ def test_equals_the_true_optimum_to_nine_digits(case: int, overhead: float) -> N
 
 
 def test_all_constraints_hold_and_every_one_binds_somewhere() -> None:
-    devices = random_devices(np.random.default_rng(99), 200_000)
+    devices = random_devices(np.random.default_rng(99), 200_000, memory=True)
     seen = 0
     for workload, limits in CASES:
         exact = plan_strategies(devices, workload, limits)

@@ -16,8 +16,9 @@ from hypothesis import strategies as st
 
 from anycostfl import config, profile, run
 from anycostfl.cli.profile import _warning
+from anycostfl.machine import sensors as machine
 from anycostfl.planning import cost, draw
-from anycostfl.profile import Measurement, machine
+from anycostfl.profile import Measurement
 from anycostfl.profile.speed import SpeedFit, WidthTiming, elastic_model, fit_speed
 from command_line import Call
 from small_runs import small_config

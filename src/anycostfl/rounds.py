@@ -24,7 +24,7 @@ import torch
 from anycostfl.codec import Upload, check_codec
 from anycostfl.codec.frame import OVERHEAD
 from anycostfl.config import Run
-from anycostfl.device import Job, Reply
+from anycostfl.device import Job, Reply, nested_levels, share_done, steps_of
 from anycostfl.errors import PayloadError, printable
 from anycostfl.experiment import Experiment
 from anycostfl.methods import Method
@@ -36,10 +36,12 @@ from anycostfl.planning.strategy import BIND_WORDS, REASON_WORDS, Strategies
 from anycostfl.records.checkpoint import MEMORY, Checkpoint
 from anycostfl.records.round import DeviceRecord, RoundRecord, Status
 from anycostfl.records.run import SavedRun
+from anycostfl.server.adaptive import adapt
 from anycostfl.server.aggregate import (
     Contribution,
     Move,
     apply_moves,
+    averaged,
     capped,
     clip_bound,
     clipped,
@@ -65,7 +67,8 @@ class ServerState:
     """What the server knows between rounds.
 
     `weights` are the global model's, `velocity` the optimizer's, `public` the model as devices know
-    it where the downlink is compressed, `moved` says from where each channel came since the first
+    it where the downlink is compressed, `second` an adaptive optimizer's second moment, `average`
+    the model averaged over rounds, `moved` says from where each channel came since the first
     round. `memories` are what simulated devices remember; real ones keep them. `fitted` is what
     samples are prepared by (`data.prepare`), where the server learnt it from its devices.
     """
@@ -73,6 +76,8 @@ class ServerState:
     rounds: int  # finished
     weights: State
     velocity: State = field(default_factory=dict)
+    second: State = field(default_factory=dict)
+    average: State = field(default_factory=dict)
     public: State = field(default_factory=dict)
     moved: Order = field(default_factory=dict)
     memories: Mapping[int, State] = field(default_factory=dict)
@@ -87,6 +92,7 @@ class ServerState:
     def checkpoint(self) -> Checkpoint:
         """What has to be saved; the rest follows from the journal."""
         kinds = {"model": self.weights, "velocity": self.velocity}
+        kinds |= {"second": self.second, "average": self.average}
         kinds |= {"public": self.public, "moved": self.moved, "fitted": self.fitted}
         kinds |= {"best": self.best}
         if self.sizes:
@@ -116,6 +122,8 @@ def restored_state(
         rounds=point.rounds,
         weights=point["model"],
         velocity=point["velocity"],
+        second=point["second"],
+        average=point["average"],
         public=point["public"],
         moved=point["moved"],
         memories=point.memories(),
@@ -198,6 +206,9 @@ class Assignment:
     learning_rate: float
     weight: float
     download: int  # bytes of the sub-model, uncompressed
+    work: float = 1.0  # factor on the local steps
+    flops_ratio: float = 1.0  # of a local step, to one of the full model
+    steps: int = 1  # local ones
 
     def job(self, memory: State | None, moved: Order) -> Job:
         """What the device has to know, with what it remembered."""
@@ -209,6 +220,7 @@ class Assignment:
             learning_rate=self.learning_rate,
             memory=memory,
             moved=moved,
+            work=self.work,
         )
 
 
@@ -232,19 +244,11 @@ def open_round(
     experiment: Experiment, state: ServerState, offers: Offers
 ) -> tuple[ServerState, RoundPlan]:
     """Sort the channels (Sec. III-B.1), then plan what every device does (Sec. IV)."""
-    number, net = state.rounds, experiment.net
+    number = state.rounds
     state = replace(state, fitted=offers.fitted or state.fitted)
-    if experiment.method.sorts_channels:
-        order = net.sorting_order(state.weights)
-        state = replace(
-            state,
-            weights=net.permute(state.weights, order),
-            velocity=net.permute(state.velocity, order) if state.velocity else state.velocity,
-            best=net.permute(state.best, order) if state.best else state.best,
-            moved={n: state.moved[n][new] if state.moved else new for n, new in order.items()},
-        )
-    else:
-        order = {}
+    order = channel_order(experiment, state)
+    if order:
+        state = permuted(experiment, state, order)
     step = None
     if experiment.downlink:
         step, public = experiment.downlink.make_step(state.weights, state.public, order, number)
@@ -254,6 +258,35 @@ def open_round(
     assignments = assign(experiment, offers.cohort, strategies, number)
     model = {**state.weights, **state.public}
     return state, RoundPlan(number, offers, strategies, assignments, model, state.moved, step)
+
+
+def channel_order(experiment: Experiment, state: ServerState) -> Order:
+    """How channels move before a round: by importance, on by one, or not at all."""
+    method = experiment.method
+    if not (method.sorts_channels or method.rolls_channels):
+        return {}
+    order = experiment.net.sorting_order(state.weights)
+    if method.rolls_channels:
+        order = {n: torch.arange(len(o)).roll(-1 if state.rounds else 0) for n, o in order.items()}
+    return order
+
+
+def permuted(experiment: Experiment, state: ServerState, order: Order) -> ServerState:
+    """The state with everything in global coordinates moved along."""
+    net = experiment.net
+
+    def along(part: State) -> State:
+        return net.permute(part, order) if part else part
+
+    return replace(
+        state,
+        weights=net.permute(state.weights, order),
+        velocity=along(state.velocity),
+        second=along(state.second),
+        average=along(state.average),
+        best=along(state.best),
+        moved={n: state.moved[n][new] if state.moved else new for n, new in order.items()},
+    )
 
 
 def assign(
@@ -308,7 +341,22 @@ def _assign_one(
         learning_rate=config.training.rate_in(number, config.run.rounds),
         weight=weight,
         download=net.bytes_of(plan),
+        work=float(strategies.work[position]),
+        flops_ratio=flops_ratio(experiment, plan),
+        steps=steps_of(
+            int(cohort.devices.samples[position]),
+            config.training.batch,
+            config.workload.epochs,
+            float(strategies.work[position]),
+        ),
     )
+
+
+def flops_ratio(experiment: Experiment, plan: WidthPlan) -> float:
+    """FLOPs of a local step, relative to the full model; the mean over nested widths."""
+    levels = nested_levels(experiment.method.levels, plan.alpha)
+    parts = [experiment.net.plan(level).flops_ratio for level in levels]
+    return statistics.fmean([*parts, plan.flops_ratio]) if parts else plan.flops_ratio
 
 
 def payload_binding(fingerprint: str, number: int, device: int, plan: WidthPlan) -> bytes:
@@ -357,10 +405,11 @@ def close_round(
         moves = weighted_means(state.weights, updates, rules.least)
     else:
         moves = ranked_means(state.weights, list(updates), rules)
-    weights, velocity = apply_moves(state.weights, moves, experiment.optimizer, state.velocity)
-    remark = ""
-    if rules.rollback and not is_finite(weights):
-        weights, velocity = dict(state.weights), {}
+    before, remark = state, ""
+    state = moved_by(experiment, state, moves)
+    if rules.rollback and not is_finite(state.weights):
+        # Weights as they were; what the optimizer carried may be the cause.
+        state = replace(before, velocity={}, second={})
         remark = "not finite: the round changes nothing"
 
     devices = describe(experiment, state, plan, outcomes)
@@ -376,8 +425,6 @@ def close_round(
     state = replace(
         state,
         rounds=plan.number + 1,
-        weights=weights,
-        velocity=velocity,
         suspensions=state.suspensions.after(record, experiment.config.gate),
         ledger=state.ledger.after(record) if plan.step else state.ledger,
         sizes=_remembered(experiment, state.sizes, outcomes),
@@ -407,6 +454,21 @@ def _private_means(
         config.fleet.cohort,
         system_noise() if config.privacy.secret else random,
     )
+
+
+def moved_by(experiment: Experiment, state: ServerState, moves: Mapping[str, Move]) -> ServerState:
+    """The state after the server optimizer's step."""
+    optimizer, second = experiment.optimizer, state.second
+    if optimizer.kind in ("adam", "yogi"):
+        beta, first = optimizer.momentum or 0.0, state.velocity
+        moves, velocity, second = adapt(optimizer.kind, beta, moves, first, second)
+        weights, _ = apply_moves(state.weights, moves, replace(optimizer, momentum=0.0), {})
+    else:
+        weights, velocity = apply_moves(state.weights, moves, optimizer, state.velocity)
+    average = state.average
+    if decay := optimizer.average:
+        average = averaged(average, weights, experiment.trained, decay)
+    return replace(state, weights=weights, velocity=velocity, second=second, average=average)
 
 
 def receive(
@@ -487,12 +549,30 @@ def accepted(
     clip = experiment.config.aggregation.clip if clip is None else clip
     # An excluded device still counts for the median: fewer honest ones would shift it.
     bound = clip_bound((o.size for o in outcomes), clip, earlier)
+    factors = factors_of(experiment, outcomes)
     for outcome in outcomes:
         if outcome.status is Status.OK:
-            decoded = _decode(experiment.method, outcome.assignment, outcome.reply)
-            yield Contribution(
-                outcome.assignment.plan, clipped(decoded, bound), outcome.assignment.weight
-            )
+            decoded = clipped(_decode(experiment.method, outcome.assignment, outcome.reply), bound)
+            # An update of half the steps counts half, unless the method rescales by steps.
+            weight, factor = outcome.assignment.weight * outcome.reply.done, 1.0
+            if factors:
+                weight, factor = outcome.assignment.weight, factors[outcome.assignment.device]
+            if factor != 1:
+                scaled = {n: factor * v for n, v in decoded.values.items()}
+                decoded = replace(decoded, values=scaled)
+            yield Contribution(outcome.assignment.plan, decoded, weight)
+
+
+def factors_of(experiment: Experiment, outcomes: Sequence[Outcome]) -> dict[int, float]:
+    """By device, what its update is multiplied by where local steps differ; none if they count."""
+    usable = [o for o in outcomes if o.status is Status.OK]
+    if experiment.method.rescale is None or not usable:
+        return {}
+    weights = np.array([o.assignment.weight for o in usable])
+    steps = np.array([max(1.0, round(o.assignment.steps * o.reply.done)) for o in usable])
+    momentum = experiment.config.training.momentum
+    factors = experiment.method.rescale(weights, steps, momentum)
+    return {o.assignment.device: f for o, f in zip(usable, factors.tolist(), strict=True)}
 
 
 def exclude(
@@ -536,9 +616,17 @@ def calibrate(experiment: Experiment, state: ServerState) -> ServerState:
     if not experiment.calibration:
         return state
     net = experiment.net
-    net.load(state.weights)
+    net.load(deployed(state))
     recalibrate(net.module, experiment.calibration)
-    return replace(state, weights=clone_state(net.module))
+    found = clone_state(net.module)
+    if state.average:  # its statistics, beside the weights that training continues from
+        found |= {name: state.weights[name] for name in state.average}
+    return replace(state, weights=found)
+
+
+def deployed(state: ServerState) -> State:
+    """The model that is evaluated and exported: the average over rounds, if there is one."""
+    return {**state.weights, **state.average}
 
 
 def with_score(record: RoundRecord, score: Score | None) -> RoundRecord:
@@ -565,11 +653,13 @@ def keep_best(
     if state.best and top is not None and has_collapsed(info, state.metrics, value):
         remark = f"the model collapsed to {info.show(value)}: back to {info.show(top)}"
         metrics = (*state.metrics, top)
-        state = replace(state, weights=state.best, velocity={}, metrics=metrics)
+        state = replace(
+            state, weights=state.best, velocity={}, second={}, average={}, metrics=metrics
+        )
         return state, replace(record, metric=top, others={}, remark=remark)
     state = replace(state, metrics=(*state.metrics, value))
     if top is None or info.reaches(value, top):
-        state = replace(state, best=state.weights)
+        state = replace(state, best=deployed(state))
     return state, record
 
 
@@ -601,8 +691,9 @@ def describe(
     for i in range(len(plan.offers.cohort.index)):
         record = _infeasible(plan, i)
         if outcome := by_position.get(i):
-            done = _performed(record, plan, outcome, _downloaded(state, plan, outcome))
             devices, workload = plan.offers.cohort.devices, experiment.config.workload
+            bytes_down = _downloaded(state, plan, outcome)
+            done = _performed(record, plan, outcome, bytes_down, workload.epochs)
             record = charge(done, devices, i, workload)
         records.append(record)
     return tuple(records)
@@ -624,7 +715,7 @@ def _infeasible(plan: RoundPlan, i: int) -> DeviceRecord:
 
 
 def _performed(
-    record: DeviceRecord, plan: RoundPlan, outcome: Outcome, bytes_down: int
+    record: DeviceRecord, plan: RoundPlan, outcome: Outcome, bytes_down: int, epochs: int
 ) -> DeviceRecord:
     """The same of a device that was given an assignment."""
     assignment, reply, strategies = outcome.assignment, outcome.reply, plan.strategies
@@ -638,13 +729,16 @@ def _performed(
         beta=float(strategies.beta[i]),
         frequency_hz=float(strategies.frequency_hz[i]),
         gain=float(strategies.gain[i]),
-        flops_ratio=assignment.plan.flops_ratio,
+        flops_ratio=assignment.flops_ratio,
+        work=share_done(record.samples, epochs, assignment.work),
         weight=assignment.weight,
         bytes_up=len(reply.payload),
         bytes_down=bytes_down,
         wire_bytes_up=reply.wire_bytes_up,
         wire_bytes_down=reply.wire_bytes_down,
         busy_s=reply.busy_s,
+        done=reply.done,
+        measured=reply.measured,
         binds=tuple(word for flag, word in BIND_WORDS.items() if flag & int(strategies.binds[i])),
         duplicates=outcome.duplicates,
         agreement=outcome.agreement,
@@ -664,7 +758,7 @@ def _downloaded(state: ServerState, plan: RoundPlan, outcome: Outcome) -> int:
 def charge(record: DeviceRecord, devices: Devices, i: int, workload: Workload) -> DeviceRecord:
     """What the i-th device pays for the FLOPs it computed, at its clock, and the bytes it sent."""
     here = devices.take(slice(i, i + 1))
-    cycles = cost.sub_model_cycles(here, workload, record.flops_ratio)
+    cycles = cost.sub_model_cycles(here, workload, record.flops_ratio, record.work)
     clock, upload_s = np.array([record.frequency_hz]), 8 * record.bytes_up / record.rate_bps
     return replace(
         record,

@@ -28,6 +28,23 @@ def say(text: str) -> None:
     out.print(printable(text), soft_wrap=True)
 
 
+SCALES = {
+    "s": {"µs": 1e-6, "ms": 1e-3, "s": 1.0, "min": 60.0, "h": 3600.0},
+    "J": {"µJ": 1e-6, "mJ": 1e-3, "J": 1.0, "kJ": 1e3, "MJ": 1e6},
+    "B": {"B": 1.0, "kB": 1e3, "MB": 1e6, "GB": 1e9, "TB": 1e12},
+}
+
+
+def amount(value: float, unit: str) -> str:
+    """Seconds, joules or bytes with three digits in the unit that fits: 34.9 s, 278 mJ, 2.24 GB."""
+    scales = SCALES[unit]
+    # 0.9995 of a unit would be shown as 1,000 of the one below.
+    fits = [name for name, scale in scales.items() if abs(value) >= 0.9995 * scale]
+    name = fits[-1] if fits else next(iter(scales)) if value else unit
+    scaled = value / scales[name]
+    return f"{scaled:,.0f} {name}" if abs(scaled) >= 99.95 else f"{scaled:.3g} {name}"
+
+
 def fail(error: Exception) -> None:
     """Print an error on stderr."""
     text = printable(f" {error}")

@@ -5,13 +5,15 @@ from __future__ import annotations
 import math
 import signal
 import sys
+from collections.abc import Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Annotated
 
 from typer import Argument, Exit, Option
 
-from anycostfl.cli._console import err
+from anycostfl.cli._console import err, say
 from anycostfl.cli._flower import need_flower
 from anycostfl.cli._options import PROFILES
 from anycostfl.config import load_profile
@@ -19,6 +21,7 @@ from anycostfl.device import cores
 from anycostfl.errors import ConfigError
 
 if TYPE_CHECKING:
+    from anycostfl.flower.bundle import Identity
     from anycostfl.flower.device import Setup
     from anycostfl.flower.node import Address
 
@@ -29,6 +32,8 @@ DATA = (
 )
 
 
+Rate = Annotated[float, Option(help="Uplink in bits per second; 0: as in the profile")]
+Latency = Annotated[float, Option(help="Latency budget of a round; 0: as in the experiment")]
 Methods = Annotated[str, Option(help="Methods to take part in, by commas; empty: all")]
 MaxEpochs = Annotated[int, Option(help="Local epochs to train at most; 0: any")]
 MinBatch = Annotated[int, Option(help="Samples of a batch at the least; 0: any")]
@@ -37,18 +42,20 @@ Noise = Annotated[float, Option(help="Noise on updates, in multiples of --clip-n
 
 
 def join(
-    server: Annotated[str, Argument(help="HOST:PORT of `anycostfl serve`")],
-    device: Annotated[int, Option(min=0, help="Number of this device in the fleet, from 0")],
+    server: Annotated[str, Argument(help="HOST:PORT of `anycostfl serve`")] = "",
+    device: Annotated[int, Option(help="Number of this device in the fleet, from 0")] = -1,
+    bundle: Annotated[
+        Path | None, Option(help="Instead: one file that `anycostfl keys --bundle` made")
+    ] = None,
+    unit: Annotated[
+        bool, Option("--unit", help="Print a systemd unit that joins with this bundle")
+    ] = False,
     key: Annotated[Path | None, Option(help="Private key of this device")] = None,
     trust: Annotated[Path | None, Option(help="The server's ca.crt")] = None,
     profile: Annotated[str, Option(help=f"Hardware of this device: {PROFILES}")] = "",
-    rate_bps: Annotated[
-        float, Option(help="Uplink in bits per second; 0: as in the profile")
-    ] = 0.0,
+    rate_bps: Rate = 0.0,
     energy_j: Annotated[float, Option(help="Energy budget of a round, in joules")] = 0.0,
-    latency_s: Annotated[
-        float, Option(help="Latency budget of a round; 0: as in the experiment")
-    ] = 0.0,
+    latency_s: Latency = 0.0,
     data: Annotated[str, Option(help=DATA)] = "",
     split: Annotated[
         bool, Option("--split", help="Train on a part of --data, as the experiment is split")
@@ -73,19 +80,34 @@ def join(
 
     Without --profile it acts as the member of that number of the experiment's simulated fleet.
     """
+    if problems := _identity_problems(bundle, server, device, (key, trust), insecure=insecure):
+        raise ConfigError(problems)
     if split and all_data:
         raise ConfigError(["--split: not with --all-data"])
     need_flower()
+    from anycostfl.flower import bundle as bundles  # noqa: PLC0415 - optional
+    from anycostfl.flower import device as apps  # noqa: PLC0415
+
+    if unit and bundle:
+        say(bundles.unit_of(bundles.read_bundle(bundle), _absolute(sys.argv[1:], bundle)))
+        return
+    given = bundles.Identity(server, device, trust, key)
+    with bundles.identity_of(bundle) if bundle else nullcontext(given) as who:
+        setup = apps.Setup(
+            device=who.device, profile=profile, rate_bps=rate_bps, latency_s=latency_s,
+            energy_j=energy_j, data=data, split=split, threads=threads or cores(), methods=methods,
+            max_epochs=max_epochs, min_batch=min_batch, clip_norm=clip_norm, noise=noise,
+        )  # fmt: skip
+        _take_part(who, setup, patience_s, insecure=insecure)
+
+
+def _take_part(who: Identity, setup: Setup, patience_s: float, *, insecure: bool) -> None:
+    """Be a device until Ctrl-C."""
     from anycostfl.flower import device as apps  # noqa: PLC0415 - optional
     from anycostfl.flower.node import Address  # noqa: PLC0415
     from anycostfl.flower.node import join as be_a_node  # noqa: PLC0415
 
-    setup = apps.Setup(
-        device=device, profile=profile, rate_bps=rate_bps, latency_s=latency_s, energy_j=energy_j,
-        data=data, split=split, threads=threads or cores(), methods=methods, max_epochs=max_epochs,
-        min_batch=min_batch, clip_norm=clip_norm, noise=noise,
-    )  # fmt: skip
-    address = Address(server, trust, key, patience_s)
+    address = Address(who.server, who.trust, who.key, patience_s)
     if problems := [*_address_problems(address, insecure=insecure), *_setup_problems(setup)]:
         raise ConfigError(problems)
     signal.signal(signal.SIGTERM, _leave)
@@ -94,6 +116,29 @@ def join(
     except KeyboardInterrupt:
         err.print("left the fleet")
         raise Exit(130) from None
+
+
+def _identity_problems(
+    bundle: Path | None,
+    server: str,
+    device: int,
+    files: Sequence[Path | None],
+    *,
+    insecure: bool,
+) -> list[str]:
+    """What is wrong with who this device is: a bundle says all of it, or the options do."""
+    if bundle is None:
+        problems = [] if server else ["SERVER: missing, must be HOST:PORT; or give --bundle"]
+        return problems if device >= 0 else [*problems, "--device: missing, must be >= 0"]
+    if server or device >= 0 or any(files) or insecure:
+        return ["--bundle: given with SERVER, --device, --key, --trust or --insecure, which it has"]
+    return []
+
+
+def _absolute(arguments: Sequence[str], bundle: Path) -> list[str]:
+    """The same arguments for a unit: files by their whole path."""
+    kept = [argument for argument in arguments if argument != "--unit"]
+    return [str(Path(a).resolve()) if Path(a).is_file() or a == str(bundle) else a for a in kept]
 
 
 def _address_problems(address: Address, *, insecure: bool) -> list[str]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -18,7 +18,9 @@ from anycostfl.cli._rounds import conclude, follow, open_folder, resume_run
 from anycostfl.config import Config
 from anycostfl.errors import ConfigError
 from anycostfl.fleets.attackers import reject_attacks
+from anycostfl.planning.draw import reject_simulated_only
 from anycostfl.records.round import Records, Status, total
+from anycostfl.report.trackers import tracking
 from anycostfl.server.robust import served
 
 if TYPE_CHECKING:
@@ -26,6 +28,10 @@ if TYPE_CHECKING:
     from anycostfl.flower.link import ServerOptions
 
 
+Insecure = Annotated[bool, Option("--insecure", help="No TLS and no keys: anyone may join")]
+Metrics = Annotated[
+    str, Option(metavar="PORT", help="Serve metrics for Prometheus at this port or HOST:PORT")
+]
 MinReplies = Annotated[
     int, Option(help="With fewer, a round changes nothing; 0: 2, if the cohort allows")
 ]
@@ -40,14 +46,14 @@ def serve(
     host: Annotated[str, Option(help="Address to listen on")] = "0.0.0.0",  # noqa: S104
     port: Annotated[int, Option(help="Port to listen on; devices need none")] = 9443,
     keys: Annotated[Path, Option(help="Folder written by `anycostfl keys`")] = Path("keys"),
-    insecure: Annotated[
-        bool, Option("--insecure", help="No TLS and no keys: anyone may join")
-    ] = False,
+    insecure: Insecure = False,
     wait_for: Annotated[int, Option(help="Devices to wait for; 0: a full cohort")] = 0,
     min_replies: MinReplies = 0,
     close_after: CloseAfter = 0,
     deadline_s: Annotated[float, Option(help="Deadline of a round, in seconds")] = 120.0,
     patience_s: Annotated[float, Option(help="Seconds to wait for devices")] = 600.0,
+    metrics: Metrics = "",
+    track: shared.Track = None,
     json: Json = False,
     rounds: shared.TotalRounds = None,
 ) -> None:
@@ -55,14 +61,13 @@ def serve(
     need_flower()
     hush_flower()
     from anycostfl.flower.fleet import RoundPolicy  # noqa: PLC0415
-    from anycostfl.flower.keys import KeyFolder, check_expiry  # noqa: PLC0415 - optional
+    from anycostfl.flower.keys import KeyFolder  # noqa: PLC0415 - optional
     from anycostfl.flower.link import ServerOptions, check_port, open_superlink  # noqa: PLC0415
     from anycostfl.flower.server import server_experiment  # noqa: PLC0415
 
     folder = None if insecure else KeyFolder(keys)
     if folder:
         _check_keys(folder)
-        note(*check_expiry(folder))
     check_port(host, port)
     before, name = None, preset or "demo"
     if resume is not None:
@@ -71,8 +76,7 @@ def serve(
     config = for_devices(before.config if before else shared.load_config(name, set_, rounds))
     min_replies = min_replies or min(2, config.fleet.cohort)
     seconds = {"--deadline-s": deadline_s, "--patience-s": patience_s}
-    _check_policy(config, seconds, wait_for, min_replies)
-    _check_close_after(config, close_after, min_replies)
+    _check_policy(config, seconds, wait_for, min_replies, close_after)
     if before is None:
         server_experiment(config)  # before the folder: if this fails, none is left
     writer = open_folder(before, out_dir, name, config)
@@ -80,11 +84,14 @@ def serve(
     wait_for = wait_for or config.fleet.cohort
     policy = RoundPolicy(deadline_s, wait_for, min_replies, patience_s, close_after)
     options = ServerOptions(writer.folder, host, port, folder, policy)
-    with open_superlink(options) as superlink:
+    with (
+        tracking(track or (), writer.folder, asdict(config), metrics) as sinks,
+        open_superlink(options) as superlink,
+    ):
         if not json:
             _announce(options, config)
-        finished = superlink.follow(config.run.rounds)
-        stopped = follow(finished, records, config, writer.folder, quiet=json)
+        done = superlink.follow(config.run.rounds)
+        stopped = follow(done, records, config, writer.folder, quiet=json, sinks=sinks)
     conclude(config, writer.folder, records, stopped=stopped, json=json, real=True)
     if not json:
         _show_wire(records, superlink.restarts)
@@ -95,16 +102,20 @@ def serve(
 
 
 def _check_keys(folder: KeyFolder) -> None:
+    """Refuse keys that are missing or expired; warn about those that will be soon."""
+    from anycostfl.flower.keys import check_expiry  # noqa: PLC0415 - optional
+
     needed = (folder.authority, folder.certificate, folder.certificate_key)
     if missing := [str(path) for path in needed if not path.is_file()]:
         raise ConfigError(
             [f"--keys: there is no {', '.join(missing)}. Make it with `anycostfl keys --host "
              "ADDRESS DEVICE …`; --insecure does without"]
         )  # fmt: skip
+    note(*check_expiry(folder))
 
 
 def _check_policy(
-    config: Config, seconds: Mapping[str, float], wait_for: int, min_replies: int
+    config: Config, seconds: Mapping[str, float], wait_for: int, min_replies: int, close_after: int
 ) -> None:
     """Refuse to wait for no time, more devices than there are, or more replies than tasks."""
     devices, cohort = config.fleet.devices, config.fleet.cohort
@@ -116,18 +127,13 @@ def _check_policy(
         )
     if not 1 <= min_replies <= cohort:
         problems.append(f"--min-replies: given {min_replies}, must be 1 to {cohort} (fleet.cohort)")
+    elif close_after and not min_replies <= close_after <= cohort:
+        problems.append(
+            f"--close-after: given {close_after}, must be 0 (all) or {min_replies} "
+            f"(--min-replies) to {cohort} (fleet.cohort)"
+        )
     if problems:
         raise ConfigError(problems)
-
-
-def _check_close_after(config: Config, close_after: int, min_replies: int) -> None:
-    """A round that is closed early has at least the replies that it needs."""
-    cohort = config.fleet.cohort
-    if close_after and not min_replies <= close_after <= cohort:
-        raise ConfigError(
-            [f"--close-after: given {close_after}, must be 0 (all) or {min_replies} "
-             f"(--min-replies) to {cohort} (fleet.cohort)"]
-        )  # fmt: skip
 
 
 def for_devices(config: Config) -> Config:
@@ -141,6 +147,7 @@ def for_devices(config: Config) -> Config:
             ["privacy.mode: given local, which a server cannot give: every owner does, with "
              "`anycostfl join --clip-norm 1 --noise 1`"]
         )  # fmt: skip
+    reject_simulated_only(config.fleet)
     precision = config.training.precision
     training = replace(config.training, precision="fp32" if precision == "auto" else precision)
     return replace(

@@ -11,7 +11,7 @@ inflate     noise on a few channels, large enough to win the next sort of the ch
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -19,7 +19,7 @@ from torch import Tensor
 
 from anycostfl.config import Attack
 from anycostfl.data.samples import Samples
-from anycostfl.device import DeviceRuntime, Job, learn_honestly
+from anycostfl.device import DeviceRuntime, Job, Trained, learn_honestly
 from anycostfl.errors import ConfigError
 from anycostfl.shrink import SubModel
 from anycostfl.state import State
@@ -65,11 +65,11 @@ class Attackers:
 
     kinds: Mapping[int, str]
 
-    def learn(self, runtime: DeviceRuntime, sub: SubModel, samples: Samples, job: Job) -> State:
+    def learn(self, runtime: DeviceRuntime, sub: SubModel, samples: Samples, job: Job) -> Trained:
         """The update of local training, corrupted if the device is an attacker."""
-        update = learn_honestly(runtime, sub, samples, job)
+        trained = learn_honestly(runtime, sub, samples, job)
         kind = self.kinds.get(job.device)
-        return corrupt(update, kind, job.seed) if kind else update
+        return replace(trained, update=corrupt(trained.update, kind, job.seed)) if kind else trained
 
 
 def choose_attackers(attack: Attack, devices: int, seed: int) -> Attackers | None:

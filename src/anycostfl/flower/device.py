@@ -11,6 +11,7 @@ import math
 import time
 from dataclasses import dataclass, fields, replace
 from functools import lru_cache
+from logging import INFO
 from typing import cast
 
 import numpy as np
@@ -42,6 +43,7 @@ from anycostfl.experiment import (
     splitting_generator,
     trace_model,
 )
+from anycostfl.flower._internal import log
 from anycostfl.flower.messages import read_state, to_envelope, to_records, write_state
 from anycostfl.flower.policy import Policy, PolicyError, check_cost
 from anycostfl.planning.cost import Devices, Workload, make_devices
@@ -53,6 +55,8 @@ from anycostfl.state import State, tensors_of
 from anycostfl.tasks import Task
 from anycostfl.wire import messages as wire
 from anycostfl.wire.envelope import MessageError
+
+DONE = "round %d: α %.3g, β %.3g; measured %.2f s, %d bytes"
 
 app = ClientApp()
 
@@ -84,7 +88,9 @@ def train(message: Message, context: Context) -> Message:
         reply = Reply(task.device, error=str(problem), memory=memory)
     remember(context.state, task.info, reply.memory)
     known = device.capabilities(task.info.round + 1, device.public(context.state))
-    result = wire.Result(reply.payload, reply.error, time.perf_counter() - begin, known)
+    seconds = time.perf_counter() - begin
+    log(INFO, DONE, task.info.round, task.alpha, task.upload.beta, seconds, len(reply.payload))
+    result = wire.Result(reply.payload, reply.error, seconds, known)
     return Message(to_records(result.pack()), reply_to=message)
 
 
@@ -186,6 +192,7 @@ class Device:
             upload=upload,
             seed=task.seed,
             learning_rate=task.learning_rate,
+            work=task.work,
             memory=memory,
             moved=task.moved,
         )
@@ -208,13 +215,16 @@ class Device:
 
     def _check_cost(self, task: wire.TrainTask) -> None:
         """Refuse what is beyond the owner's budgets; a member of a simulated fleet has none."""
+        policy = Policy(max_epochs=self.setup.max_epochs)
+        policy.check(self.told.method, self.runtime.epochs * task.work, self.told.training.batch)
         if not self.setup.profile:
             return
         net = self.runtime.net
         plan = net.plan(task.alpha)
         elements = sum(math.prod(plan.shapes[n]) for n, _ in net.module.named_parameters())
         bits = 32 * task.upload.beta * elements
-        workload = Workload(net.training_flops, net.size_bits, self.runtime.epochs)
+        flops = task.work * net.training_flops
+        workload = Workload(flops, net.size_bits, self.runtime.epochs)
         check_cost(self._own()[1], workload, plan.flops_ratio, bits)
 
     def evaluate(self, task: wire.EvaluateTask) -> wire.Evaluation:

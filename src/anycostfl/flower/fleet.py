@@ -35,7 +35,7 @@ from anycostfl.flower.messages import ReplyCollector, read_reply, reason_of, to_
 from anycostfl.flower.numbers import NotReadyError, claim_number
 from anycostfl.metrics import Metric, Score, score
 from anycostfl.planning.cost import Devices
-from anycostfl.planning.draw import Cohort, choose
+from anycostfl.planning.draw import Cohort, choose, reject_simulated_only
 from anycostfl.planning.planner import needed_budgets
 from anycostfl.planning.strategy import Reason
 from anycostfl.rounds import (
@@ -125,6 +125,7 @@ class FlowerFleet:
         folder: Path | None = None,
     ) -> None:
         reject_attacks(experiment.config.attack)
+        reject_simulated_only(experiment.config.fleet)
         self._grid, self._experiment, self._policy = grid, experiment, policy
         self._collector, self._folder = ReplyCollector(grid), folder
         self._about = wire.ExperimentInfo.of(experiment)
@@ -267,6 +268,7 @@ class FlowerFleet:
                 upload=a.upload,
                 seed=a.seed,
                 learning_rate=a.learning_rate,
+                work=a.work,
                 weights=b"" if plan.step else wire.pack_weights(net, plan.model, a.plan),
                 moved=plan.moved if feedback else {},
                 download=self._chain.since(held[a.device]) if plan.step else wire.Download(),

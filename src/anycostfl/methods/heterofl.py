@@ -27,6 +27,8 @@ from torch import Tensor, nn
 from anycostfl.codec import encode
 from anycostfl.methods import Method
 from anycostfl.methods._common import (
+    CODED,
+    affordable_widths_at,
     average,
     decode_unmasked,
     weigh_by_samples,
@@ -77,7 +79,14 @@ METHOD = Method(
     sorts_channels=False,
     prepare=prepare,
 )
+STRICT = replace(METHOD, plan=affordable_widths_at(CODED), codec="lowrank", feedback=True)
+METHOD = replace(METHOD, strict=STRICT)
 
 VARIANTS = {
-    "without-scaler": replace(METHOD, summary="HeteroFL without its Scaler", prepare=None),
+    "without-scaler": replace(
+        METHOD,
+        summary="HeteroFL without its Scaler",
+        prepare=None,
+        strict=replace(STRICT, prepare=None),
+    ),
 }

@@ -1,11 +1,12 @@
 """What a strategy costs a device (Sec. IV-A, eqs. 6–9), and what it is worth (Sec. IV-C).
 
-    T^cmp = C·(α + o) / f    E^cmp = ε·f²·C·(α + o)    with C = τ·|D|·W cycles
+    T^cmp = C·(α + o)·ω / f    E^cmp = ε·f²·C·(α + o)·ω    with C = τ·|D|·W cycles
     r = b·log2(1 + h·P / (N0·b))
     T^com = α·β·S / r        E^com = T^com·P
     gain = α⁴·β, or α⁴·q(β) with q(β) = (1 − √e(β))² for a codec of measured relative error e(β)
 
 Deviation: W is in cycles, so a workload carries FLOPs per sample and a device its FLOPs per cycle.
+ω is the share of the local steps that are done, 1 in the paper.
 On a measured device some work does not shrink with the width: its overhead o, 0 in the paper.
 The path loss h is the macro-cell model 128.1 + 37.6·log10(d in km) dB of 3GPP TR 36.814, whose
 exponent is the paper's 3.76; the paper leaves the constant out.
@@ -13,6 +14,7 @@ exponent is the paper's 3.76; the paper leaves the constant out.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Annotated
 
@@ -47,7 +49,8 @@ class Workload:
 class Devices:
     """Many devices as one array per quantity; `make_devices` checks what it is given.
 
-    `overhead` is what does not shrink with the width, as a share of the full model's cycles.
+    `overhead` is what does not shrink with the width, as a share of the full model's cycles. At
+    width α training takes `memory_fixed_bytes` + α·`memory_width_bytes` at its peak.
     """
 
     samples: PositiveArray
@@ -60,6 +63,9 @@ class Devices:
     latency_s: PositiveArray
     energy_j: PositiveArray
     overhead: Annotated[FloatArray, AtLeastZero]
+    memory_bytes: PositiveArray
+    memory_fixed_bytes: Annotated[FloatArray, AtLeastZero]
+    memory_width_bytes: Annotated[FloatArray, AtLeastZero]
 
     def __len__(self) -> int:
         return len(self.samples)
@@ -67,6 +73,15 @@ class Devices:
     def take(self, index: slice | npt.NDArray[np.intp]) -> Devices:
         """The devices at these positions."""
         return Devices(*(getattr(self, item.name)[index] for item in fields(self)))
+
+
+UNLIMITED = 1e18  # a budget that is none
+DEFAULTS: Mapping[str, npt.ArrayLike] = {
+    "overhead": 0.0,
+    "memory_bytes": UNLIMITED,
+    "memory_fixed_bytes": 0.0,
+    "memory_width_bytes": 0.0,
+}
 
 
 def make_devices(**quantities: npt.ArrayLike) -> Devices:
@@ -77,11 +92,12 @@ def make_devices(**quantities: npt.ArrayLike) -> Devices:
 
 
 def repeat_devices(**quantities: npt.ArrayLike) -> Devices:
-    """Devices from numbers and arrays, each repeated to the common length; by default no overhead.
+    """Devices from numbers and arrays, each repeated to the common length.
 
-    For numbers that are known to be within their rules.
+    By default there is no overhead, and memory does not matter. For numbers that are known to be
+    within their rules.
     """
-    given = {"overhead": 0.0, **quantities}
+    given = {**DEFAULTS, **quantities}
     columns = {name: np.asarray(value, np.float64) for name, value in given.items()}
     several = {name: c.shape for name, c in columns.items() if c.shape not in ((), (1,))}
     shape, *others = {*several.values()} or {(1,)}
@@ -98,9 +114,14 @@ def compute_cycles(devices: Devices, workload: Workload) -> FloatArray:
     return cycles
 
 
-def sub_model_cycles(devices: Devices, workload: Workload, alpha: FloatArray | float) -> FloatArray:
-    """C·(α + o): cycles of one round on a sub-model of width factor α."""
-    return compute_cycles(devices, workload) * (alpha + devices.overhead)
+def sub_model_cycles(
+    devices: Devices,
+    workload: Workload,
+    alpha: FloatArray | float,
+    work: FloatArray | float = 1.0,
+) -> FloatArray:
+    """C·(α + o)·ω: cycles of one round on a sub-model of width factor α, for ω of the work."""
+    return compute_cycles(devices, workload) * (alpha + devices.overhead) * work
 
 
 def compute_time_s(cycles: FloatArray, frequency_hz: FloatArray) -> FloatArray:
@@ -150,15 +171,24 @@ def upload_energy_j(time_s: FloatArray, power_w: FloatArray) -> FloatArray:
     return time_s * power_w
 
 
+def widest_in_memory(devices: Devices) -> FloatArray:
+    """The largest α, up to 1, whose training fits; below zero where nothing does."""
+    room, width = devices.memory_bytes - devices.memory_fixed_bytes, devices.memory_width_bytes
+    most: FloatArray = np.divide(room, width, out=np.sign(room), where=width > 0)
+    return np.minimum(most, 1.0)
+
+
 def round_cost(
     devices: Devices,
     workload: Workload,
     alpha: FloatArray,
     beta: FloatArray,
     frequency_hz: FloatArray,
+    *,
+    work: FloatArray | float = 1.0,
 ) -> tuple[FloatArray, FloatArray]:
     """Latency in seconds and energy in joules of one round: computing, then uploading."""
-    cycles = sub_model_cycles(devices, workload, alpha)
+    cycles = sub_model_cycles(devices, workload, alpha, work)
     upload = upload_time_s(alpha, beta, workload.size_bits, devices.rate_bps)
     latency = compute_time_s(cycles, frequency_hz) + upload
     energy = compute_energy_j(cycles, frequency_hz, devices.energy_coefficient)

@@ -3,7 +3,9 @@
 Per device, with C = τ|D|W cycles, k = S/r seconds per unit of αβ and upload time t = αβk:
 
     max α⁴β = α³·t/k   subject to   C·α/f + t <= T,   ε·f²·C·α + P·t <= E,
-                                    α^min <= α <= 1,  β^min <= β <= β^max,  f^min <= f <= f^max
+                                    α^min <= α <= α^max,  β^min <= β <= β^max,  f^min <= f <= f^max
+
+α^max is 1, or the widest sub-model whose training fits into the device's memory.
 
 Why it is unimodal: in log α, log t, log f the objective is linear, the budgets are sums of
 exponentials of linear terms and the caps are linear. It is a geometric program, so the feasible
@@ -20,8 +22,8 @@ How it is solved, without iteration over α:
 2. β = β^max binds for every α below the largest α that affords it, and β >= β^min holds up to the
    largest α that affords it. At a fixed β that largest α is where both budgets are spent, again
    with f moved into its interval; f is the one positive root of a cubic without square term.
-3. α* is the α of step 1 moved between those two and into [α^min, 1]; f for that α is the root of
-   another such cubic. Where the caps leave slack, the slowest clock in time saves the most energy.
+3. α* is the α of step 1 moved between those two and into [α^min, α^max]; f for that α is the root
+   of another such cubic. Where caps leave slack, the slowest clock in time saves the most energy.
 
 Two extensions are solved by golden section over log α, with f and β at each α as in step 3. A
 measured device has an overhead o: cycles C·(α + o). The budgets are still sums of exponentials, so
@@ -69,6 +71,7 @@ class _Problem:
     upload: FloatArray  # S/r: seconds to send the whole uncompressed update
     frequency_min: FloatArray
     frequency_max: FloatArray
+    alpha_max: FloatArray  # what fits into memory, at most 1
 
     def take(self, index: npt.NDArray[np.intp]) -> _Problem:
         """The devices at these positions."""
@@ -104,8 +107,11 @@ def require_feasible(strategies: Strategies, devices: Devices) -> None:
 def needed_budgets(strategies: Strategies, devices: Devices, i: int) -> str:
     """As text: the least latency for a device with its energy budget, or the other way round.
 
-    Numbers are rounded up, so that what they say does suffice.
+    Numbers are rounded up, so that what they say does suffice. Of a device that lacks memory, how
+    much the narrowest sub-model takes.
     """
+    if strategies.reason[i] == Reason.MEMORY:
+        return f"{math.ceil(float(strategies.least_memory_bytes[i]) / 1e6)} MB of memory"
     joules = max(float(devices.energy_j[i]), float(strategies.energy_floor_j[i]))
     seconds = max(float(devices.latency_s[i]), float(strategies.latency_floor_s[i]))
     slower = f"{_up(strategies.least_latency_s[i])} s with {_up(joules)} J"
@@ -128,28 +134,33 @@ def fixed_strategies(
     beta: FloatArray,
     frequency_hz: FloatArray | None = None,
     limits: Limits | None = None,
+    work: FloatArray | None = None,
+    feasible: npt.NDArray[np.bool_] | None = None,
 ) -> Strategies:
     """Given α and β, the slowest clock that meets the latency budget, unless one is given.
 
-    For methods that know no budgets: nobody sits out, energy is what it costs, and a device too
-    slow for the latency budget (or whose upload alone breaks it) is late. The limits say which
-    codec the upload is worth something with, and what α and β are close to; without them there are
-    no caps.
+    For methods that know no budgets: nobody sits out unless `feasible` says so, energy is what it
+    costs, and a device too slow for the latency budget (or whose upload alone breaks it) is late.
+    The limits say which codec the upload is worth something with, and what α and β are close to;
+    without them there are no caps.
     """
-    cycles = cost.sub_model_cycles(devices, workload, alpha)
+    work = np.ones(len(devices)) if work is None else work
+    cycles = cost.sub_model_cycles(devices, workload, alpha, work)
     upload = cost.upload_time_s(alpha, beta, workload.size_bits, devices.rate_bps)
     left = np.where(upload < devices.latency_s, devices.latency_s - upload, devices.latency_s)
     wanted = cycles / left if frequency_hz is None else frequency_hz
     frequency = _clip_frequency(_pose(devices, workload), wanted)
-    everyone, limits = np.ones(len(devices), np.bool_), limits or UNCAPPED
+    able = np.ones(len(devices), np.bool_) if feasible is None else feasible
+    limits = limits or UNCAPPED
     return _describe(
         devices,
         workload,
         limits,
         (alpha, beta, frequency),
         _least_budgets(devices, workload, limits),
-        shown=everyone,
-        feasible=everyone,
+        shown=able,
+        feasible=able,
+        work=work,
     )
 
 
@@ -249,7 +260,9 @@ def _plan_block(devices: Devices, workload: Workload, limits: Limits) -> Strateg
     problem = _within_reach(_pose(devices, workload), limits)
     alpha_most = _largest_alpha(problem, limits.beta_min)
     alpha_rich = _largest_alpha(problem, limits.beta_max)
-    alpha = np.minimum(np.maximum(_free_alpha(problem), alpha_rich), np.minimum(alpha_most, 1.0))
+    alpha = np.minimum(
+        np.maximum(_free_alpha(problem), alpha_rich), np.minimum(alpha_most, problem.alpha_max)
+    )
     alpha = np.maximum(alpha, limits.alpha_min)
     capped = alpha <= alpha_rich
     searched = (problem.overhead > 0) | (limits.codec in MEASURED)
@@ -259,6 +272,7 @@ def _plan_block(devices: Devices, workload: Workload, limits: Limits) -> Strateg
     least = _least_budgets(devices, workload, limits)
     in_time = devices.latency_s >= least["latency_floor_s"] * (1.0 - ROUNDING)
     feasible = in_time & (devices.energy_j >= least["least_energy_j"] * (1.0 - ROUNDING))
+    feasible &= problem.alpha_max >= limits.alpha_min * (1.0 - ROUNDING)
     return _describe(
         devices,
         workload,
@@ -281,6 +295,7 @@ def _pose(devices: Devices, workload: Workload) -> _Problem:
         upload=workload.size_bits / devices.rate_bps,
         frequency_min=devices.frequency_min_hz,
         frequency_max=devices.frequency_max_hz,
+        alpha_max=cost.widest_in_memory(devices),
     )
 
 
@@ -341,7 +356,8 @@ def _search_alpha(p: _Problem, limits: Limits) -> tuple[FloatArray, npt.NDArray[
         # Past the last affordable α the value falls on, so that the peak stays the only one.
         return np.where(beta >= limits.beta_min * (1.0 - ROUNDING), value, -alpha)
 
-    low, high = np.full_like(p.cycles, np.log(limits.alpha_min)), np.zeros_like(p.cycles)
+    low = np.full_like(p.cycles, np.log(limits.alpha_min))
+    high = np.log(np.maximum(p.alpha_max, limits.alpha_min))
     ends = np.exp(low), np.exp(high)
     for _ in range(GOLDEN_STEPS):
         step = GOLDEN * (high - low)
@@ -409,11 +425,13 @@ def _describe(
     *,
     shown: npt.NDArray[np.bool_],
     feasible: npt.NDArray[np.bool_],
+    work: FloatArray | None = None,
 ) -> Strategies:
     """What the chosen (α, β, f) cost and gain, and what binds; zeros where not shown."""
-    alpha, beta, frequency = (np.where(shown, part, 0.0) for part in chosen)
+    done = np.ones(len(devices)) if work is None else work
+    alpha, beta, frequency, done = (np.where(shown, part, 0.0) for part in (*chosen, done))
     safe = np.where(shown, frequency, devices.frequency_max_hz)
-    spent = cost.round_cost(devices, workload, alpha, beta, safe)
+    spent = cost.round_cost(devices, workload, alpha, beta, safe, work=done)
     latency, energy = (np.where(shown, part, 0.0) for part in spent)
     worth = quality(limits.codec, beta)
     return Strategies(
@@ -429,6 +447,7 @@ def _describe(
         feasible=feasible,
         reason=np.where(feasible, 0, _reasons(devices, workload, limits)).astype(np.uint8),
         binds=_binding(devices, limits, (alpha, beta, frequency), (latency, energy), feasible),
+        work=done,
         **least,
     )
 
@@ -439,9 +458,10 @@ def _binding(
     chosen: tuple[FloatArray, FloatArray, FloatArray],
     spent: tuple[FloatArray, FloatArray],
     feasible: npt.NDArray[np.bool_],
-) -> npt.NDArray[np.uint8]:
+) -> npt.NDArray[np.uint16]:
     alpha, beta, frequency = chosen
     near, over = 1.0 - TOUCHES, 1.0 + TOUCHES
+    widest = cost.widest_in_memory(devices)
     touching = {
         Binds.LATENCY: spent[0] >= devices.latency_s * near,
         Binds.ENERGY: spent[1] >= devices.energy_j * near,
@@ -451,10 +471,11 @@ def _binding(
         Binds.BETA_MAX: beta >= limits.beta_max * near,
         Binds.FREQUENCY_MIN: frequency <= devices.frequency_min_hz * over,
         Binds.FREQUENCY_MAX: frequency >= devices.frequency_max_hz * near,
+        Binds.MEMORY: (widest < 1.0) & (alpha >= widest * near),
     }
-    flags = np.zeros(len(devices), np.uint8)
+    flags = np.zeros(len(devices), np.uint16)
     for flag, holds in touching.items():
-        flags |= np.multiply(holds & feasible, np.uint8(flag), dtype=np.uint8)
+        flags |= np.multiply(holds & feasible, np.uint16(flag), dtype=np.uint16)
     return flags
 
 
@@ -474,7 +495,9 @@ def _reasons(devices: Devices, workload: Workload, limits: Limits) -> npt.NDArra
     least = devices.energy_coefficient * devices.frequency_min_hz**2 * cycles
     hungry = least + upload * devices.power_w > devices.energy_j
     reason = np.where(slow, Reason.LATENCY, np.where(hungry, Reason.ENERGY, Reason.BOTH))
-    return np.where(radio, Reason.RADIO, reason).astype(np.uint8)
+    reason = np.where(radio, Reason.RADIO, reason)
+    too_wide = cost.widest_in_memory(devices) < limits.alpha_min * (1.0 - ROUNDING)
+    return np.where(too_wide, Reason.MEMORY, reason).astype(np.uint8)
 
 
 def _least_budgets(devices: Devices, workload: Workload, limits: Limits) -> dict[str, FloatArray]:
@@ -493,4 +516,6 @@ def _least_budgets(devices: Devices, workload: Workload, limits: Limits) -> dict
         "least_energy_j": heat * slow * slow + sending,
         "latency_floor_s": quickest + upload,
         "energy_floor_j": heat * devices.frequency_min_hz**2 + sending,
+        "least_memory_bytes": devices.memory_fixed_bytes
+        + limits.alpha_min * devices.memory_width_bytes,
     }

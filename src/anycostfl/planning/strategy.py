@@ -46,6 +46,7 @@ class Reason(enum.IntEnum):
     ENERGY = 2  # even at f^min the smallest strategy takes too much energy
     BOTH = 3  # fast enough or frugal enough, but not at the same clock
     RADIO = 4  # the smallest upload alone breaks a budget
+    MEMORY = 5  # even the narrowest sub-model does not fit
 
     def __str__(self) -> str:
         return REASON_WORDS[self]
@@ -62,6 +63,7 @@ class Binds(enum.IntFlag):
     BETA_MAX = 32
     FREQUENCY_MIN = 64
     FREQUENCY_MAX = 128
+    MEMORY = 256
 
     def words(self) -> list[str]:
         """The constraints as text."""
@@ -84,11 +86,14 @@ class Strategy:
     gain: float
     latency_s: float
     energy_j: float
+    work: float
 
 
 @dataclass(frozen=True, slots=True)
 class Strategies:
     """One strategy per device, as arrays; a device that sits out has zeros everywhere.
+
+    `work` is a factor on the local steps: 1 is the configured epochs, 0.5 half of them.
 
     `quality` is what β is worth with the codec: β itself for the paper's, so that the gain is
     α⁴·quality.
@@ -96,7 +101,8 @@ class Strategies:
     `latency_floor_s` and `energy_floor_j` are the least time (at f^max) and the least energy (at
     f^min) of any strategy. `least_latency_s` is the least latency budget under which the device
     could take part with its energy budget, raised to the floor if it is below, and
-    `least_energy_j` the same with the roles exchanged.
+    `least_energy_j` the same with the roles exchanged. `least_memory_bytes` is the peak of the
+    narrowest sub-model.
     """
 
     alpha: FloatArray
@@ -110,11 +116,13 @@ class Strategies:
     energy_slack_j: FloatArray
     feasible: npt.NDArray[np.bool_]
     reason: npt.NDArray[np.uint8]
-    binds: npt.NDArray[np.uint8]
+    binds: npt.NDArray[np.uint16]
     least_latency_s: FloatArray
     least_energy_j: FloatArray
     latency_floor_s: FloatArray
     energy_floor_j: FloatArray
+    least_memory_bytes: FloatArray
+    work: FloatArray
 
     def __len__(self) -> int:
         return len(self.alpha)

@@ -23,9 +23,9 @@ from anycostfl.config import Config
 from anycostfl.device import cores
 from anycostfl.device import threads as use_threads
 from anycostfl.experiment import resolve
+from anycostfl.machine import sensors
+from anycostfl.machine.sensors import Clock, Meter, Power, estimate_power, measure_power
 from anycostfl.planning.draw import Profile
-from anycostfl.profile import machine
-from anycostfl.profile.machine import Clock, Meter, Power, estimate_power, measure_power
 from anycostfl.profile.speed import (
     SpeedFit,
     WidthTiming,
@@ -91,9 +91,9 @@ def measure(
 
     with use_threads(threads or cores()) as used:
         timings = time_widths(config, net, repeats, after_each=sample_clock, clock=seconds)
-        power = training_power(config, net, used, *machine.find_meter())
+        power = training_power(config, net, used, *sensors.find_meter())
     return Measurement(
-        name=machine.device_name(),
+        name=sensors.device_name(),
         config=config,
         threads=used,
         clock=replace(clock, now_hz=statistics.median(frequencies or [clock.now_hz])),
@@ -106,11 +106,11 @@ def measure(
 
 def _read_clock(device: str) -> Clock:
     if device != "cuda":
-        return machine.read_clock()
-    if clock := machine.read_gpu_clock():
+        return sensors.read_clock()
+    if clock := sensors.read_gpu_clock():
         return clock
     kilohertz = float(torch.cuda.get_device_properties(0).clock_rate)
-    return machine.fixed_clock(1e3 * kilohertz, "the GPU's properties")
+    return sensors.fixed_clock(1e3 * kilohertz, "the GPU's properties")
 
 
 def training_power(

@@ -1,6 +1,7 @@
 """Checkpoints: named tensors of several kinds in one safetensors file, with a checksum.
 
-The kinds are `model`, `velocity`, `public`, `moved` and `memory/DEVICE`. A checkpoint is written
+The kinds are `model`, `velocity`, `second`, `average`, `public`, `moved`, `fitted` and
+`memory/DEVICE`. A checkpoint is written
 beside its place and renamed into it, so that it is there whole or not at all.
 """
 

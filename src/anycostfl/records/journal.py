@@ -2,7 +2,7 @@
 
 Every line carries the version of its schema. Version 1 had no such key and told a device's status
 as one text ("refused: damaged: …"); up to version 2 the metric was always `accuracy`. Both are read
-as if they had been written today.
+as if they had been written today. What only real devices have is left out of other lines.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from itertools import zip_longest
 from typing import Any
 
 from anycostfl.files import StorageError
-from anycostfl.records.round import DeviceRecord, RoundRecord, Status
+from anycostfl.records.round import DeviceRecord, Measured, RoundRecord, Status
 
 SCHEMA = 3
 LATEST = 1000  # a larger number is damage, not a newer version
@@ -23,6 +23,8 @@ LONGEST_LINE = 1 << 24  # bytes: a round of about 20,000 devices
 
 OLD_STATUSES = {"sat out": "infeasible", "benched": "suspended", "left out": "excluded"}
 """How version 1 named what is called otherwise since."""
+ONLY_REAL: Mapping[str, object] = {"done": 1.0, "measured": None}
+"""Fields that only real devices have, and what they are elsewhere."""
 UNREADABLE = (ValueError, TypeError, KeyError, AttributeError, RecursionError)
 """What `parse_record` raises if a line is no round of this version or an older one."""
 
@@ -38,6 +40,10 @@ def format_record(record: RoundRecord) -> str:
     for name in ("remark", "epsilon"):  # nearly always
         if not table[name]:
             del table[name]
+    for device in table["devices"]:
+        for name, usual in ONLY_REAL.items():
+            if device[name] == usual:
+                del device[name]
     return json.dumps(table)
 
 
@@ -67,8 +73,9 @@ def parse_record(line: bytes | str) -> RoundRecord:
 
 
 def _device(table: Mapping[str, Any]) -> DeviceRecord:
+    measured = table.get("measured")
     known = {**table, "status": Status(table["status"]), "binds": tuple(table.get("binds", ()))}
-    return DeviceRecord(**known)
+    return DeviceRecord(**{**known, "measured": None if measured is None else Measured(**measured)})
 
 
 def _old_device(table: Mapping[str, Any]) -> DeviceRecord:
@@ -134,16 +141,20 @@ _KINDS: Mapping[str, type | tuple[type, ...]] = {
     "tuple[str, ...]": tuple,
     "tuple[DeviceRecord, ...]": tuple,
     "Mapping[str, float]": dict,
+    "Measured | None": (Measured, type(None)),
+    "bool | None": (bool, type(None)),
+    "int | None": (int, type(None)),
 }
 _FIELDS = {
     kind: [(item.name, _KINDS[str(item.type)]) for item in dataclasses.fields(kind)]
-    for kind in (RoundRecord, DeviceRecord)
+    for kind in (RoundRecord, DeviceRecord, Measured)
 }
 
 
 def _check(record: RoundRecord) -> None:
     """Refuse a value that is not of its field's type, or a number no journal can hold."""
-    parts: tuple[RoundRecord | DeviceRecord, ...] = (record, *record.devices)
+    measured = (d.measured for d in record.devices if d.measured is not None)
+    parts: tuple[Any, ...] = (record, *record.devices, *measured)
     for part in parts:
         for name, kind in _FIELDS[type(part)]:
             _check_value(name, getattr(part, name), kind)

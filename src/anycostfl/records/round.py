@@ -25,6 +25,37 @@ class Status(enum.StrEnum):
 
 
 @dataclass(frozen=True, slots=True)
+class Measured:
+    """What a round took on a real device, as the device reports it; None is not measured.
+
+    A device knows how long its upload took when it is over, so it reports that with its next round:
+    `earlier_upload_s` is that of round `earlier_round`. `energy_used` and `memory_used` are shares
+    of the device's budgets, which it need not disclose.
+    """
+
+    download_s: float | None = None
+    decode_s: float | None = None
+    train_s: float | None = None
+    encode_s: float | None = None
+    joules: float | None = None
+    energy_used: float | None = None
+    memory_bytes: float | None = None  # at its peak
+    memory_used: float | None = None
+    clock_hz: float | None = None
+    celsius: float | None = None
+    throttled: bool | None = None
+    earlier_round: int | None = None
+    earlier_upload_s: float | None = None
+
+    @property
+    def until_upload_s(self) -> float | None:
+        """Seconds until the upload began, if they are all known."""
+        parts = (self.download_s, self.decode_s, self.train_s, self.encode_s)
+        known = [part for part in parts if part is not None]
+        return sum(known) if len(known) == len(parts) else None
+
+
+@dataclass(frozen=True, slots=True)
 class DeviceRecord:
     """What one device of a cohort did, and what it paid.
 
@@ -46,6 +77,7 @@ class DeviceRecord:
     frequency_hz: float = 0.0
     gain: float = 0.0
     flops_ratio: float = 0.0
+    work: float = 1.0  # share of the configured epochs that was computed
     weight: float = 0.0
     bytes_up: int = 0
     bytes_down: int = 0
@@ -59,6 +91,8 @@ class DeviceRecord:
     binds: tuple[str, ...] = ()
     duplicates: int = 0  # further replies of the device in this round, all refused
     agreement: float | None = None  # cosine with the others' updates, where it was computed
+    done: float = 1.0  # share of the planned steps that the device had time for
+    measured: Measured | None = None  # on real devices
 
     @property
     def latency_s(self) -> float:
@@ -119,7 +153,7 @@ Records = Sequence[RoundRecord]
 class Totals:
     """What rounds cost together.
 
-    `passes` counts samples times the share of the full model's FLOPs that each took.
+    `passes` counts samples times the work and the share of the full model's FLOPs that each took.
     """
 
     rounds: int = 0
@@ -137,7 +171,7 @@ class Totals:
             energy_j=self.energy_j + record.energy_j,
             bytes_up=self.bytes_up + record.bytes_up,
             bytes_down=self.bytes_down + record.bytes_down,
-            passes=self.passes + sum(d.flops_ratio * d.samples for d in record.devices),
+            passes=self.passes + sum(d.flops_ratio * d.work * d.samples for d in record.devices),
         )
 
 

@@ -26,7 +26,7 @@ Document = dict[str, Any]  # a JSON object
 LONGEST_TEXT = 300  # characters of a status, a remark, a cell
 LARGEST_FILE = 1 << 20  # bytes of anything but the journals
 
-BINDS = Binds(255).words()
+BINDS = Binds(511).words()
 
 
 def gather(folder: Path, *, growing: bool = False) -> Document:

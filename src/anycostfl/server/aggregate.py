@@ -26,7 +26,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from anycostfl.checks import FloatArray, Interval, Positive, check_fields
+from anycostfl.checks import FloatArray, Interval, OneOf, Positive, check_fields
 from anycostfl.errors import ConfigError
 from anycostfl.shrink.widths import WidthPlan, add
 from anycostfl.state import State, Update
@@ -53,12 +53,19 @@ class Contribution:
 class ServerOptimizer:
     """How the global model follows what the devices agree on.
 
-    step: how far it goes.
-    momentum: how much of the last step of an element goes into its next one; unset, the method's.
+    kind: plain steps, or those of FedAdam and FedYogi (`server.adaptive`).
+    step: how far it goes, relative to the method's step.
+    momentum: how much of the last step of an element goes into its next one.
+    average: how much of the averaged model stays when a round's model is added to it; that model
+        is evaluated and exported. 0 is off.
+
+    Kind, momentum and average unset: as the method has them.
     """
 
     step: Positive = 1.0
     momentum: Annotated[float | None, Interval(0.0, 0.999)] = None
+    kind: Annotated[str | None, OneOf(("sgd", "adam", "yogi"))] = None
+    average: Annotated[float | None, Interval(0.0, 0.999)] = None
 
     def __post_init__(self) -> None:
         check_fields(self)
@@ -124,6 +131,12 @@ def apply_moves(
         for name, w in weights.items()
     }
     return state, dict(velocity)
+
+
+def averaged(average: State, weights: State, names: Iterable[str], decay: float) -> State:
+    """The average of the models over rounds, A ← δA + (1 − δ)w; the first model is its start."""
+    start = average or weights
+    return {n: torch.lerp(weights[n].detach(), start[n], decay) for n in names}
 
 
 def _carry(velocity: Tensor, move: Move | None, momentum: float) -> Tensor:

@@ -100,6 +100,12 @@ def _cpufreq(root: Path) -> Clock | None:
     return max(clocks, key=lambda clock: (clock.max_hz, clock.now_hz), default=None)
 
 
+def cpu_clocks_hz(root: Path = ROOT) -> list[float]:
+    """The clock of every core at this moment, where cpufreq says."""
+    files = (root / "sys/devices/system/cpu").glob("cpu[0-9]*/cpufreq/scaling_cur_freq")
+    return [1e3 * number for file in files if (number := read_number(file)) is not None]
+
+
 ITERATIONS, CYCLES_PER_ITERATION = 4_000_000, 6
 """Xorshift: three shifts and three exclusive-ors, each depending on the one before.
 
@@ -165,11 +171,16 @@ class Power:
         )
 
 
-def find_meter(root: Path = ROOT) -> tuple[Meter | None, tuple[str, ...]]:
-    """The most accurate meter, if there is one, and why others could not be used."""
+def find_meter(
+    root: Path = ROOT, *, every_s: float = SAMPLE_EVERY_S
+) -> tuple[Meter | None, tuple[str, ...]]:
+    """The most accurate meter, if there is one, and why others could not be used.
+
+    Sensors of watts are read every so many seconds.
+    """
     problems: list[str] = []
     for find in (_ina3221, _rapl, _battery):
-        if meter := find(root, problems):
+        if meter := find(root, problems, every_s):
             return meter, tuple(problems)
     return None, tuple(problems) or ("no energy meter (RAPL, INA3221 or a battery)",)
 
@@ -196,7 +207,7 @@ def joules_between(
     )
 
 
-def _rapl(root: Path, problems: list[str]) -> Meter | None:
+def _rapl(root: Path, problems: list[str], _every_s: float) -> Meter | None:
     """All packages; their sub-zones (cores, some DRAM) are part of them."""
     packages = [
         folder
@@ -223,14 +234,14 @@ def _rapl(root: Path, problems: list[str]) -> Meter | None:
 # --- sensors of watts -----------------------------------------------------------------------------
 
 
-def _sampled(name: str, watts: Watts) -> Meter:
+def _sampled(name: str, watts: Watts, every_s: float) -> Meter:
     """A meter that samples a sensor of watts in a thread."""
 
     def start() -> Watts:
         samples, done = [watts()], threading.Event()
 
         def sample() -> None:
-            while not done.wait(SAMPLE_EVERY_S):
+            while not done.wait(every_s):
                 samples.append(watts())
 
         thread = threading.Thread(target=sample, daemon=True)
@@ -251,7 +262,7 @@ def _product(unit: float, *files: Path) -> Watts:
     return lambda: abs(math.prod(unit * (read_number(file) or 0.0) for file in files))
 
 
-def _ina3221(root: Path, _problems: list[str]) -> Meter | None:
+def _ina3221(root: Path, _problems: list[str], every_s: float) -> Meter | None:
     """Jetson's rails: that which feeds the whole board, else the sum of all."""
     rails: dict[str, tuple[Path, ...]] = {}
     # The mainline driver (Orin): millivolts and milliamperes per channel.
@@ -267,10 +278,10 @@ def _ina3221(root: Path, _problems: list[str]) -> Meter | None:
     chosen = [name for name in readable if name in BOARD_RAILS][:1] or sorted(readable)
     watts = [_product(1e-3, *rails[name]) for name in chosen]
     name = f"INA3221 {' + '.join(chosen)}"
-    return _sampled(name, lambda: sum(one() for one in watts)) if watts else None
+    return _sampled(name, lambda: sum(one() for one in watts), every_s) if watts else None
 
 
-def _battery(root: Path, problems: list[str]) -> Meter | None:
+def _battery(root: Path, problems: list[str], every_s: float) -> Meter | None:
     """A discharging battery of the machine itself, not of a peripheral."""
     for folder in sorted((root / "sys/class/power_supply").glob("*")):
         if read_text(folder / "type") != "Battery" or read_text(folder / "scope") == "Device":
@@ -284,7 +295,7 @@ def _battery(root: Path, problems: list[str]) -> Meter | None:
         elif not watts():
             problems.append(f"battery {folder.name} does not report its power")
         else:
-            return _sampled(f"battery {folder.name}", watts)
+            return _sampled(f"battery {folder.name}", watts, every_s)
     return None
 
 
