@@ -95,9 +95,8 @@ def serve(
     conclude(config, writer.folder, records, stopped=stopped, json=json, real=True)
     if not json:
         _show_wire(records, superlink.restarts)
-        if stopped:
-            say(f"Stopped. Resume with: anycostfl serve --resume {writer.folder}")
     if stopped:
+        note(f"Stopped. Resume with: anycostfl serve --resume {writer.folder}")
         raise Exit(130)
 
 
