@@ -96,6 +96,10 @@ def test_standings_by_hand() -> None:
     assert slow.cost["energy_j"] == (4.0 + 1.0) / 2
     assert quick.final == pytest.approx((0.8 + 0.7) / 2)
     assert quick.worst is None
+    assert quick.times is None  # without the reference
+    with_reference = {**runs, "anycostfl+/tuned": runs["quick"]}
+    found = {one.label: one.times for one in standings(with_reference, 0.6)}
+    assert found["quick"] == (1.0, 1.0, 1.0)
     assert paired_to(runs, "quick", "slow", 0.6, "energy_j") == pytest.approx(
         (2.0, math.nan, math.nan), nan_ok=True
     )  # the one seed where both reach it
@@ -164,7 +168,7 @@ def test_every_task_of_the_matrix_has_strict_budgets_and_a_target(task: str) -> 
 def test_the_matrix_is_run_once_and_read_ever_after(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(bench, "TRIAL", 1)
+    monkeypatch.setattr(bench, "TRIAL", 0.5)
     monkeypatch.setattr(bench, "RATES", (1.0, 2.0))
     matrix, todo = small_matrix(tmp_path)
     first = [cell for cell in todo if cell.level == "paper"]

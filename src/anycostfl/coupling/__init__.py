@@ -54,9 +54,9 @@ def trace(model: nn.Module, inputs: Sequence[Any]) -> Coupling:
     _explore(model, inputs, tracer)
     tracer.products, tracer.outputs = products, outputs  # those of the example only
     _pin_outputs(tracer, returned)
-    tracer.resolve_merged()
+    merged = tracer.resolve_merged()
     aliases = {n: first_name[id(t)] for n, t in named.items()}
-    return _pin_around_unused(_collect(tracer, named, aliases), named)
+    return _pin_around_unused(_collect(tracer, named, aliases, merged), named)
 
 
 def _check(named: State) -> None:
@@ -147,7 +147,9 @@ Places = dict[Place, list[int]]
 """The positions that one class owns, per tensor and dimension."""
 
 
-def _collect(tracer: Tracer, named: State, aliases: Mapping[str, str]) -> Coupling:
+def _collect(
+    tracer: Tracer, named: State, aliases: Mapping[str, str], merged: Mapping[int, Atoms]
+) -> Coupling:
     """Turn classes of atoms into groups, pins, costs and expected shapes."""
     labels = {
         (name, dim): label
@@ -158,7 +160,7 @@ def _collect(tracer: Tracer, named: State, aliases: Mapping[str, str]) -> Coupli
     }
     pinned = tracer.classes.pinned()
     groups = _groups(tracer, named, labels, pinned)
-    extents = Extents(tracer.classes, groups)
+    extents = Extents(tracer.classes, groups, merged)
     return Coupling(
         groups=groups,
         pins=_pins(tracer.classes, labels, pinned),
@@ -179,9 +181,12 @@ def _collect(tracer: Tracer, named: State, aliases: Mapping[str, str]) -> Coupli
 class Extents:
     """Sizes as functions of widths, from the labels of dimensions."""
 
-    def __init__(self, classes: AtomClasses, groups: Sequence[Group]) -> None:
+    def __init__(
+        self, classes: AtomClasses, groups: Sequence[Group], merged: Mapping[int, Atoms]
+    ) -> None:
         self._classes = classes
         self._groups = groups
+        self._merged = merged  # by the first atom of a merged dimension, the atoms that can move
         self._owner = np.full(classes.count, -1)  # of every root: the number of its group
         for number, group in enumerate(groups):
             self._owner[group.roots] = number
@@ -216,7 +221,8 @@ class Extents:
     def _owned(self, label: Atoms) -> Mapping[str, tuple[float, int]]:
         """Positions that one channel of each group owns, and its width; looked up once a label."""
         if id(label) not in self._known:
-            owners = self._owner[self._classes.roots(label)]
+            atoms = self._merged.get(int(label[0]), label) if len(label) else label
+            owners = self._owner[self._classes.roots(atoms)]
             numbers, first, counts = np.unique(owners, return_index=True, return_counts=True)
             found = sorted(zip(first.tolist(), numbers.tolist(), counts.tolist(), strict=True))
             groups = [(self._groups[number], n) for _, number, n in found if number >= 0]

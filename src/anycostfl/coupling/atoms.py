@@ -118,6 +118,15 @@ class AtomClasses:
             alone[label] = False
         return alone
 
+    def pinned_atoms(self) -> NDArray[np.bool_]:
+        """The atoms whose class is pinned."""
+        roots = self.roots(np.arange(self.count))
+        pinned = np.zeros(self.count, np.bool_)
+        for label, _ in self._pins:
+            pinned[roots[label]] = True
+        found: NDArray[np.bool_] = pinned[roots]
+        return found
+
     def alike(self, atoms: Atoms) -> bool:
         """Whether every operation treated these atoms the same."""
         return bool((self._signature[atoms] == self._signature[atoms[0]]).all())

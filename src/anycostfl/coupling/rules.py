@@ -117,14 +117,15 @@ def _equal_blocks(a: Sequence[int], b: Sequence[int]) -> list[tuple[list[int], l
 
 
 def _merge(tracer: Tracer, call: Call, labels: Sequence[Label], sizes: Sequence[int]) -> Label:
-    """The label of dimensions flattened into one; of several labels, the last is kept."""
+    """The label of dimensions flattened into one."""
     labelled = [(k, label) for k, label in enumerate(labels) if label is not None]
     if not labelled:
         return None
-    last, kept = labelled[-1]
-    inner, outer = math.prod(sizes[last + 1 :]), math.prod(sizes[:last])
-    flat = np.tile(np.repeat(kept, inner), outer)
-    return flat if len(labelled) == 1 else tracer.merge(call, labels, sizes, flat)
+    if len(labelled) > 1:
+        return tracer.merge(call, labels, sizes)
+    ((only, kept),) = labelled
+    inner, outer = math.prod(sizes[only + 1 :]), math.prod(sizes[:only])
+    return np.tile(np.repeat(kept, inner), outer)
 
 
 def _split(tracer: Tracer, flat: Label, sizes: Sequence[int]) -> dict[int, Label]:

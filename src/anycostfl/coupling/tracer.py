@@ -7,6 +7,7 @@ labels; an operation without a rule pins every channel it sees, which is always 
 
 from __future__ import annotations
 
+import math
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
@@ -14,6 +15,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
@@ -71,15 +73,25 @@ RESHAPES = {"view", "reshape", "unflatten"}
 class Merged:
     """Several channel dimensions flattened into one, which has atoms of its own.
 
-    As long as every operation treats them all alike, the dimensions stay free. As soon as one does
-    not, only the last dimension may move, and `last` says which of its atoms lies where.
+    As long as every operation treats them all alike, the dimensions stay free, if no more than one
+    of them can move at all. Otherwise only the last may move.
     """
 
     atoms: Atoms
     parts: tuple[Label, ...]
     sizes: tuple[int, ...]
-    last: Atoms
     reason: Reason
+
+    def along(self, part: int) -> Atoms:
+        """Which atom of a part lies where."""
+        inner, outer = math.prod(self.sizes[part + 1 :]), math.prod(self.sizes[:part])
+        label = self.parts[part]
+        return np.tile(np.repeat(np.empty(0, np.int64) if label is None else label, inner), outer)
+
+    @property
+    def last(self) -> int:
+        """The last part that carries channels."""
+        return max(k for k, label in enumerate(self.parts) if label is not None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -245,11 +257,11 @@ class Tracer(Observer):  # type: ignore[no-untyped-call]  # torch leaves it unty
         why = "meets the model's input" if from_data else "meets a dimension that cannot shrink"
         return self.classes.unite(labels, Reason(call.name, self.where, why))
 
-    def merge(self, call: Call, parts: Sequence[Label], sizes: Sequence[int], last: Atoms) -> Atoms:
+    def merge(self, call: Call, parts: Sequence[Label], sizes: Sequence[int]) -> Atoms:
         """Give flattened dimensions atoms of their own; see `Merged`."""
-        atoms = self.classes.new(len(last))
+        atoms = self.classes.new(math.prod(sizes))
         reason = Reason(call.name, self.where, "merges two channel dimensions")
-        self._merged[int(atoms[0])] = Merged(atoms, tuple(parts), tuple(sizes), last, reason)
+        self._merged[int(atoms[0])] = Merged(atoms, tuple(parts), tuple(sizes), reason)
         return atoms
 
     def unmerge(self, atoms: Atoms, sizes: Sequence[int]) -> Atoms | tuple[Label, ...]:
@@ -260,28 +272,35 @@ class Tracer(Observer):  # type: ignore[no-untyped-call]  # torch leaves it unty
         if tuple(sizes) == merged.sizes:
             return merged.parts
         self._resolve(merged)
-        return merged.last
+        return merged.along(merged.last)
 
     def _resolve(self, merged: Merged) -> None:
         """Pin all merged dimensions but the last."""
         del self._merged[int(merged.atoms[0])]
-        kept = [label for label in merged.parts if label is not None][:-1]
-        for label in kept:
+        for label in merged.parts[: merged.last]:
             self.classes.pin(label, merged.reason)
-        self.classes.join(merged.atoms, merged.last)
+        self.classes.join(merged.atoms, merged.along(merged.last))
 
-    def resolve_merged(self) -> None:
-        """Resolve every merged dimension that some operation did not treat all alike."""
+    def resolve_merged(self) -> dict[int, Atoms]:
+        """Resolve every merged dimension that cannot stay as it is.
+
+        Of the others, by their first atom: the atoms of the one part that can move.
+        """
         while True:
-            alone = self.classes.alone()
-            uneven = [
+            alone, pinned = self.classes.alone(), self.classes.pinned_atoms()
+            free = {
+                key: [k for k, p in enumerate(m.parts) if p is not None and not pinned[p].all()]
+                for key, m in self._merged.items()
+            }
+            spoilt = [
                 merged
-                for merged in self._merged.values()
-                if not (alone[merged.atoms].all() and self.classes.alike(merged.atoms))
+                for key, merged in self._merged.items()
+                if len(free[key]) > 1
+                or not (alone[merged.atoms].all() and self.classes.alike(merged.atoms))
             ]
-            if not uneven:
-                return
-            for merged in uneven:
+            if not spoilt:
+                return {key: self._merged[key].along(k[0]) for key, k in free.items() if k}
+            for merged in spoilt:
                 self._resolve(merged)
 
     def seen(self, func: Any, args: Any, kwargs: Any, result: Any) -> None:

@@ -1,7 +1,7 @@
 """Methods under equal budgets: crossings of smoothed curves, areas, paired ratios over seeds.
 
 smoothed metric     mean of the last `WINDOW` evaluations
-area                mean of the smoothed metric over log cost, between costs that all runs reach
+area                mean of the smoothed metric over log cost, between costs that all reach
 paired ratio        exp(mean ± t·s/√n) of log(cost of one / cost of the other), seed by seed
 """
 
@@ -24,6 +24,7 @@ from anycostfl.records.round import Records, Totals, running_totals
 from anycostfl.report import draw_curves
 
 WINDOW = 3  # evaluations
+REFERENCE = "anycostfl+/tuned"  # whose energy to the target others are compared with
 START = 0.2  # of the smallest final cost: where areas begin
 T_95 = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262)
 """Student's t for a two-sided 95 % interval, by degrees of freedom from one on."""
@@ -123,6 +124,7 @@ class Standing:
     taking_part: float  # share of the devices asked that computed anything
     over: float  # share of them that exceeded a budget
     cost: Mapping[str, float]
+    times: tuple[float, float, float] | None = None  # the reference's energy, with its interval
 
 
 def standings(runs: Runs, target: float | None) -> list[Standing]:
@@ -136,6 +138,11 @@ def standings(runs: Runs, target: float | None) -> list[Standing]:
         return []
     ends = common_ends(whole, "energy_j")
     found = [_standing(m, runs[m], of, target, ends) for m, of in curves.items() if of]
+    if REFERENCE in runs:
+        found = [
+            replace(one, times=paired_to(runs, one.label, REFERENCE, target, "energy_j"))
+            for one in found
+        ]
     info = next(iter(runs.values()))[0][0].metric
     better = -1 if info.higher_is_better else 1
     return sorted(found, key=lambda one: better * one.area)
@@ -197,7 +204,18 @@ def paired_to(
 
 
 HEADER = (
-    *("method", "rate", "seeds", "final", "area", "worst tenth", "reached", "rounds", "kJ"),
+    *(
+        "method",
+        "rate",
+        "seeds",
+        "final",
+        "area",
+        "worst tenth",
+        "reached",
+        "rounds",
+        "kJ",
+        "times",
+    ),
     *("min", "MB up", "MB down", "taking part %", "over %"),
 )
 
@@ -206,15 +224,23 @@ def as_row(one: Standing, info: MetricInfo) -> list[str]:
     """A standing as cells; costs of all rounds, where the target was missed, as bounds."""
     cost = one.cost
     figures = [f"{cost['rounds']:.0f}", f"{cost['energy_j'] / 1e3:.3g}"]
-    figures += [f"{cost['latency_s'] / 60:.3g}"]
+    figures += [_times(one.times), f"{cost['latency_s'] / 60:.3g}"]
     figures += [f"{cost[name] / 1e6:.3g}" for name in ("bytes_up", "bytes_down")]
     if one.reached < one.seeds:
-        figures = [f"> {figure}" for figure in figures]
+        figures = [f"> {figure}" if figure else "" for figure in figures]
     shown = [info.figure(value) for value in (one.final, one.area)]
     worst = info.figure(one.worst) if one.worst is not None else ""
     ends = [f"{100 * one.taking_part:.0f}", f"{100 * one.over:.0f}"]
     reached = f"{one.reached}/{one.seeds}"
     return [one.label, f"{one.rate:g}", str(one.seeds), *shown, worst, reached, *figures, *ends]
+
+
+def _times(found: tuple[float, float, float] | None) -> str:
+    """A ratio with its interval, if there are seeds enough for one."""
+    if found is None:
+        return ""
+    ratio, low, high = found
+    return f"{ratio:.2f}" if math.isnan(low) else f"{ratio:.2f} ({low:.2f} to {high:.2f})"
 
 
 def compare_equally(runs: Runs, config: Config) -> Finding:

@@ -88,7 +88,8 @@ def load_sorted(net: ElasticModel, weights: State, config: Config, records: Reco
     net.load(weights)
     # Not where sub-models were trained as prefixes of the channels in their fixed order (HeteroFL).
     shrunk = any(0 < d.alpha < 1 for record in records for d in record.devices)
-    sort = methods.load(config.run.method).sorts_channels or not shrunk
+    method = methods.load(config.run.method)
+    sort = method.sorts_channels or method.rolls_channels or not shrunk
     if sort:
         net.sort_channels()
     return "importance" if sort else "as trained"

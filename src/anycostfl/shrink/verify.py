@@ -27,6 +27,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_map
 
 from anycostfl.coupling import trace
 from anycostfl.coupling.atoms import Reason
@@ -233,12 +234,33 @@ def _try_cut(
     if message is not None:
         module = expected[len(seen)][0] if len(seen) < len(expected) else ""
         return Failure(number, len(seen), module, message)
-    if number > TRIALS:  # the first cuts have shown that sub-models train
+    why = _untrainable(spec, small, inputs, number)
+    return None if why is None else Failure(number, len(seen), "", why)
+
+
+def _untrainable(spec: CutSpec, small: nn.Module, inputs: Sequence[Any], number: int) -> str | None:
+    """What is wrong with a sub-model in use, if anything; the first cuts are enough to tell."""
+    if number > TRIALS:
         return None
     trains = _error(small, inputs, train_mode(small)) is None
     if not trains and _error(spec.source, inputs, train_mode(spec.source)) is None:
-        return Failure(number, len(seen), "", "does not run in training mode")
+        return "does not run in training mode"
+    if spec.rewritten and number == 0 and not _takes_a_larger_batch(spec.source, small, inputs):
+        return "does not run on a larger batch"
     return None
+
+
+def _takes_a_larger_batch(full: nn.Module, small: nn.Module, inputs: Sequence[Any]) -> bool:
+    """Whether replaced sizes hold for other batches than the example, if the model takes them."""
+    samples = next((len(x) for x in tensors_in(inputs) if x.dim()), 0)
+
+    def larger(x: Any) -> Any:
+        same = isinstance(x, Tensor) and x.dim() and len(x) == samples
+        return torch.cat([x, x[:1]]) if same else x
+
+    batch = tree_map(larger, list(inputs))
+    fails = _error(small, batch, evaluation(small)) is not None
+    return not fails or _error(full, batch, evaluation(full)) is not None
 
 
 def _error(
