@@ -181,7 +181,6 @@ class Failure:
     position: int
     module: str
     message: str
-    blamed: frozenset[str] = frozenset()
 
 
 def first_failure(spec: CutSpec, inputs: Sequence[Any], cuts: Iterable[int]) -> Failure | None:
@@ -234,8 +233,8 @@ def _try_cut(
     if message is not None:
         module = expected[len(seen)][0] if len(seen) < len(expected) else ""
         return Failure(number, len(seen), module, message)
-    why = _untrainable(spec, small, inputs, number)
-    return None if why is None else Failure(number, len(seen), "", why)
+    wrong = _untrainable(spec, small, inputs, number)
+    return None if wrong is None else Failure(number, len(seen), "", wrong)
 
 
 def _untrainable(spec: CutSpec, small: nn.Module, inputs: Sequence[Any], number: int) -> str | None:
