@@ -32,6 +32,15 @@ DATA = (
 )
 
 
+Rate = Annotated[float, Option(help="Uplink in bits per second; 0: as in the profile")]
+Latency = Annotated[float, Option(help="Latency budget of a round; 0: as in the experiment")]
+Methods = Annotated[str, Option(help="Methods to take part in, by commas; empty: all")]
+MaxEpochs = Annotated[int, Option(help="Local epochs to train at most; 0: any")]
+MinBatch = Annotated[int, Option(help="Samples of a batch at the least; 0: any")]
+ClipNorm = Annotated[float, Option(help="Norm that updates are scaled down to; 0: any")]
+Noise = Annotated[float, Option(help="Noise on updates, in multiples of --clip-norm; 0: none")]
+
+
 def join(
     server: Annotated[str, Argument(help="HOST:PORT of `anycostfl serve`")] = "",
     device: Annotated[int, Option(help="Number of this device in the fleet, from 0")] = -1,
@@ -44,13 +53,9 @@ def join(
     key: Annotated[Path | None, Option(help="Private key of this device")] = None,
     trust: Annotated[Path | None, Option(help="The server's ca.crt")] = None,
     profile: Annotated[str, Option(help=f"Hardware of this device: {PROFILES}")] = "",
-    rate_bps: Annotated[
-        float, Option(help="Uplink in bits per second; 0: as in the profile")
-    ] = 0.0,
+    rate_bps: Rate = 0.0,
     energy_j: Annotated[float, Option(help="Energy budget of a round, in joules")] = 0.0,
-    latency_s: Annotated[
-        float, Option(help="Latency budget of a round; 0: as in the experiment")
-    ] = 0.0,
+    latency_s: Latency = 0.0,
     data: Annotated[str, Option(help=DATA)] = "",
     split: Annotated[
         bool, Option("--split", help="Train on a part of --data, as the experiment is split")
@@ -59,9 +64,11 @@ def join(
         bool, Option("--all-data", hidden=True, help="Train on all of --data, as without it")
     ] = False,
     threads: Annotated[int, Option(help="Training threads; 0: one per core")] = 0,
-    methods: Annotated[str, Option(help="Methods to take part in, by commas; empty: all")] = "",
-    max_epochs: Annotated[int, Option(help="Local epochs to train at most; 0: any")] = 0,
-    min_batch: Annotated[int, Option(help="Samples of a batch at the least; 0: any")] = 0,
+    methods: Methods = "",
+    max_epochs: MaxEpochs = 0,
+    min_batch: MinBatch = 0,
+    clip_norm: ClipNorm = 0.0,
+    noise: Noise = 0.0,
     patience_s: Annotated[
         float, Option(help="Seconds to try an unreachable server; 0: forever")
     ] = 0.0,
@@ -87,18 +94,10 @@ def join(
     given = bundles.Identity(server, device, trust, key)
     with bundles.identity_of(bundle) if bundle else nullcontext(given) as who:
         setup = apps.Setup(
-            device=who.device,
-            profile=profile,
-            rate_bps=rate_bps,
-            latency_s=latency_s,
-            energy_j=energy_j,
-            data=data,
-            split=split,
-            threads=threads or cores(),
-            methods=methods,
-            max_epochs=max_epochs,
-            min_batch=min_batch,
-        )
+            device=who.device, profile=profile, rate_bps=rate_bps, latency_s=latency_s,
+            energy_j=energy_j, data=data, split=split, threads=threads or cores(), methods=methods,
+            max_epochs=max_epochs, min_batch=min_batch, clip_norm=clip_norm, noise=noise,
+        )  # fmt: skip
         _take_part(who, setup, patience_s, insecure=insecure)
 
 
@@ -181,6 +180,10 @@ def _setup_problems(setup: Setup) -> list[str]:
     for name, value in counts.items():
         if not 0 <= value < math.inf:
             problems.append(f"{name}: given {value:g}, must be >= 0")
+    if not 0 <= setup.noise < math.inf or not 0 <= setup.clip_norm < math.inf:
+        problems.append("--noise, --clip-norm: must be >= 0")
+    if (setup.noise > 0) != (setup.clip_norm > 0):
+        problems.append("--noise and --clip-norm: one without the other; give both or none")
     if setup.data.endswith(".npz") and not Path(setup.data).is_file():
         problems.append(f"--data: there is no file {setup.data}")
     return problems

@@ -26,7 +26,15 @@ from anycostfl.data.files import read_own
 from anycostfl.data.prepare import prepare_dataset
 from anycostfl.data.samples import Dataset, Samples
 from anycostfl.data.split import Partition, split_samples
-from anycostfl.device import DeviceRuntime, Job, Reply, learn_honestly, reuse_memory
+from anycostfl.device import (
+    DeviceRuntime,
+    Job,
+    Learn,
+    Reply,
+    learn_honestly,
+    learn_privately,
+    reuse_memory,
+)
 from anycostfl.errors import AnycostError, ConfigError
 from anycostfl.experiment import (
     check_fit,
@@ -37,10 +45,11 @@ from anycostfl.experiment import (
 )
 from anycostfl.flower._internal import log
 from anycostfl.flower.messages import read_state, to_envelope, to_records, write_state
-from anycostfl.flower.policy import Policy, check_cost
+from anycostfl.flower.policy import Policy, PolicyError, check_cost
 from anycostfl.planning.cost import Devices, Workload, make_devices
 from anycostfl.planning.draw import draw_fleet, hardware_of
 from anycostfl.server.downlink import first_public, take_step
+from anycostfl.server.privacy import Privacy
 from anycostfl.shrink import SubModel, calibration_batches, recalibrate
 from anycostfl.state import State, tensors_of
 from anycostfl.tasks import Task
@@ -112,6 +121,8 @@ class Setup:
     methods: str = ""  # that are allowed, separated by commas; empty: all (`policy`)
     max_epochs: int = 0
     min_batch: int = 0
+    clip_norm: float = 0.0  # of updates, and noise on them as a multiple of it (`server.privacy`)
+    noise: float = 0.0
     server_files: bool = False  # read files that the server names, as Flower's engine needs it
 
     def node_config(self) -> UserConfig:
@@ -186,17 +197,34 @@ class Device:
             moved=task.moved,
         )
         sub = self._sub_model(task, public)
-        return self.runtime.perform(sub, self.samples, job, learn_honestly)
+        return self.runtime.perform(sub, self.samples, job, self._learn())
+
+    def _learn(self) -> Learn:
+        """How it learns: privately, if its owner says so."""
+        setup = self.setup
+        if not setup.noise:
+            return learn_honestly
+        if self.told.feedback:
+            raise PolicyError(
+                "error feedback returns what clipping cut off; the owner of this device allows "
+                "only methods without it"
+            )
+        return learn_privately(
+            learn_honestly, Privacy("local", setup.clip_norm, setup.noise, secret=True)
+        )
 
     def _check_cost(self, task: wire.TrainTask) -> None:
         """Refuse what is beyond the owner's budgets; a member of a simulated fleet has none."""
+        policy = Policy(max_epochs=self.setup.max_epochs)
+        policy.check(self.told.method, self.runtime.epochs * task.work, self.told.training.batch)
         if not self.setup.profile:
             return
         net = self.runtime.net
         plan = net.plan(task.alpha)
         elements = sum(math.prod(plan.shapes[n]) for n, _ in net.module.named_parameters())
         bits = 32 * task.upload.beta * elements
-        workload = Workload(net.training_flops, net.size_bits, self.runtime.epochs)
+        flops = task.work * net.training_flops
+        workload = Workload(flops, net.size_bits, self.runtime.epochs)
         check_cost(self._own()[1], workload, plan.flops_ratio, bits)
 
     def evaluate(self, task: wire.EvaluateTask) -> wire.Evaluation:
