@@ -129,7 +129,7 @@ def profiled(truth: Truth, known: Devices, random: np.random.Generator) -> Estim
         rate_bps=WORKLOAD.size_bits / (truth.upload * off[1]),
         overhead=truth.compute_0 / truth.compute,
     )
-    return estimator.from_profile(row, WORKLOAD, SMALLEST, CONFIDENCE)
+    return estimator.from_profile(row, TERMS, CONFIDENCE)
 
 
 def planned(

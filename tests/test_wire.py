@@ -246,9 +246,10 @@ def test_a_device_of_protocol_2_tells_that_it_is_too_old_itself(
 
 
 def fitted_as_today() -> Envelope:
-    """The only key of an experiment that protocol 2 did not have."""
+    """What protocol 2 did not say of an experiment."""
     table = recorded("protocol-2-info.json").tables["experiment"]
-    return Envelope({"experiment": {**table, "fitted": b""}})
+    added = {name: INFO.pack().tables[name] for name in ("workload", "limits")}
+    return Envelope({"experiment": {**table, "fitted": b""}, **added})
 
 
 def test_a_device_of_protocol_1_reads_in_every_question_what_to_upgrade() -> None:

@@ -121,6 +121,7 @@ class Reply:
     wire_bytes_up: int = 0
     busy_s: float = 0.0
     done: float = 1.0
+    decode_s: float = 0.0
     train_s: float = 0.0
     encode_s: float = 0.0
     measured: Measured | None = None
@@ -156,7 +157,7 @@ class DeviceRuntime:
         begin = time.perf_counter()
         try:
             trained = learn(self, sub, samples, job)
-            encoding = time.perf_counter()
+            trained_at = time.perf_counter()
             payload, memory = self._encode(sub, trained.update, job)
         except (UpdateError, BetaError, PayloadError) as error:
             return Reply(job.device, error=str(error), memory=job.memory)
@@ -165,8 +166,8 @@ class DeviceRuntime:
             payload,
             memory=memory,
             done=trained.done,
-            train_s=encoding - begin,
-            encode_s=time.perf_counter() - encoding,
+            train_s=trained_at - begin,
+            encode_s=time.perf_counter() - trained_at,
         )
 
     def _encode(self, sub: SubModel, update: State, job: Job) -> tuple[bytes, State | None]:

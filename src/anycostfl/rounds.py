@@ -30,7 +30,8 @@ from anycostfl.metrics import Score
 from anycostfl.planning import cost
 from anycostfl.planning.cost import Devices, Workload
 from anycostfl.planning.draw import Cohort
-from anycostfl.planning.strategy import BIND_WORDS, REASON_WORDS, Strategies
+from anycostfl.planning.planner import with_offers
+from anycostfl.planning.strategy import BIND_WORDS, REASON_WORDS, Offer, Strategies
 from anycostfl.records.checkpoint import MEMORY, Checkpoint
 from anycostfl.records.round import DeviceRecord, RoundRecord, Status
 from anycostfl.records.run import SavedRun
@@ -132,13 +133,14 @@ class Offers:
 
     `drawn` is what the draw would have chosen without suspensions; `silent` are devices that
     were chosen and did not say what they can afford. `fitted` is what samples
-    are prepared by.
+    are prepared by. `own` are the plans of devices that plan themselves, by their position.
     """
 
     cohort: Cohort
     drawn: Sequence[int] = ()
     silent: Sequence[int] = ()
     fitted: State = field(default_factory=dict)
+    own: Mapping[int, Offer] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -205,8 +207,9 @@ def open_round(
     if experiment.downlink:
         step, public = experiment.downlink.make_step(state.weights, state.public, order, number)
         state = replace(state, public=public)
-    devices = offers.cohort.devices
-    strategies = experiment.method.plan(devices, experiment.config.workload, experiment.limits)
+    devices, limits = offers.cohort.devices, experiment.limits
+    strategies = experiment.method.plan(devices, experiment.config.workload, limits)
+    strategies = with_offers(strategies, devices, experiment.config.workload, limits, offers.own)
     assignments = assign(experiment, offers.cohort, strategies, number)
     model = {**state.weights, **state.public}
     return state, RoundPlan(number, offers, strategies, assignments, model, state.moved, step)
@@ -487,9 +490,14 @@ def _infeasible(plan: RoundPlan, i: int) -> DeviceRecord:
         samples=int(devices.samples[i]),
         distance_m=float(cohort.distance_m[i]),
         rate_bps=float(devices.rate_bps[i]),
-        budget_j=float(devices.energy_j[i]),
-        budget_s=float(devices.latency_s[i]),
+        budget_j=_disclosed(devices.energy_j[i]),
+        budget_s=_disclosed(devices.latency_s[i]),
     )
+
+
+def _disclosed(budget: float) -> float:
+    """A budget as the journal holds it: 0 where there is none, or the device keeps it to itself."""
+    return float(budget) if budget < cost.UNLIMITED else 0.0
 
 
 def _performed(

@@ -17,6 +17,7 @@ from anycostfl.cli._options import PROFILES
 from anycostfl.config import load_profile
 from anycostfl.device import cores
 from anycostfl.errors import ConfigError
+from anycostfl.machine.usage import has_meter
 
 if TYPE_CHECKING:
     from anycostfl.flower.device import Setup
@@ -42,6 +43,18 @@ def join(
     latency_s: Annotated[
         float, Option(help="Latency budget of a round; 0: as in the experiment")
     ] = 0.0,
+    memory_bytes: Annotated[
+        float, Option(help="Memory that this process may take while it trains; 0: no limit")
+    ] = 0.0,
+    confidence: Annotated[
+        float, Option(help="With which a budget is kept: 0.95 is one round in twenty over")
+    ] = 0.95,
+    state: Annotated[
+        Path | None, Option(help="File of what is learnt about costs; default: beside --key")
+    ] = None,
+    believe: Annotated[
+        bool, Option("--believe", help="Plan with the profile as it is, whatever is measured")
+    ] = False,
     data: Annotated[str, Option(help=DATA)] = "",
     split: Annotated[
         bool, Option("--split", help="Train on a part of --data, as the experiment is split")
@@ -59,7 +72,8 @@ def join(
 ) -> None:
     """Take part in the server's experiment until Ctrl-C.
 
-    Without --profile it acts as the member of that number of the experiment's simulated fleet.
+    What a round costs is measured and learnt; a profile is only where that begins. Without any
+    budget and --profile it acts as the member of that number of the experiment's simulated fleet.
     """
     if split and all_data:
         raise ConfigError(["--split: not with --all-data"])
@@ -68,8 +82,20 @@ def join(
     from anycostfl.flower.node import Address  # noqa: PLC0415
     from anycostfl.flower.node import join as be_a_node  # noqa: PLC0415
 
+    learnt = state or (key.with_name(f"{key.name}.costs.json") if key else None)
     setup = apps.Setup(
-        device, profile, rate_bps, latency_s, energy_j, data, split, threads or cores()
+        device=device,
+        profile=profile,
+        rate_bps=rate_bps,
+        latency_s=latency_s,
+        energy_j=energy_j,
+        memory_bytes=memory_bytes,
+        confidence=confidence,
+        state=str(learnt or ""),
+        believe=believe,
+        data=data,
+        split=split,
+        threads=threads or cores(),
     )
     address = Address(server, trust, key, patience_s)
     if problems := [*_address_problems(address, insecure=insecure), *_setup_problems(setup)]:
@@ -106,21 +132,32 @@ def _address_problems(address: Address, *, insecure: bool) -> list[str]:
 def _setup_problems(setup: Setup) -> list[str]:
     """What is wrong with what the device says it can afford, and trains with."""
     problems = []
-    budgets = {"--rate-bps": setup.rate_bps, "--energy-j": setup.energy_j}
-    counts = {"--threads": setup.threads, "--latency-s": setup.latency_s}
-    if setup.profile:
-        budgets["--rate-bps"] = setup.rate_bps or load_profile(setup.profile).rate_bps or 0.0
-        for name, value in budgets.items():
-            if not 0 < value < math.inf:
-                given = f"given {value:g}" if value else "needed with --profile"
-                problems.append(f"{name}: {given}, must be > 0")
-    else:
-        ignored = {**budgets, "--latency-s": setup.latency_s}
-        why = "must come with --profile; a simulated device has its own"
-        problems += [f"{name}: given {value:g}, {why}" for name, value in ignored.items() if value]
-    for name, value in counts.items():
+    numbers = {
+        "--rate-bps": setup.rate_bps,
+        "--energy-j": setup.energy_j,
+        "--latency-s": setup.latency_s,
+        "--memory-bytes": setup.memory_bytes,
+        "--threads": setup.threads,
+    }
+    for name, value in numbers.items():
         if not 0 <= value < math.inf:
             problems.append(f"{name}: given {value:g}, must be >= 0")
+    if not 0.5 <= setup.confidence < 1:
+        problems.append(f"--confidence: given {setup.confidence:g}, must be from 0.5 to below 1")
+    if setup.believe:
+        needed = {"--rate-bps": setup.rate_bps, "--energy-j": setup.energy_j}
+        if setup.profile:
+            needed["--rate-bps"] = setup.rate_bps or load_profile(setup.profile).rate_bps or 0.0
+        else:
+            problems.append("--believe: needs --profile")
+        for name, value in needed.items():
+            if not value > 0:
+                problems.append(f"{name}: needed with --believe")
+    elif setup.energy_j and not setup.profile and not has_meter():
+        problems.append(
+            "--energy-j: needs a meter on this machine (RAPL, INA3221, a battery), or a --profile "
+            "that tells its watts"
+        )
     if setup.data.endswith(".npz") and not Path(setup.data).is_file():
         problems.append(f"--data: there is no file {setup.data}")
     return problems

@@ -198,6 +198,7 @@ class FlowerFleet:
             draw(nodes).tolist(),
             lost,
             {} if self._experiment.fitted else self._fitted,
+            {i: one.offer for i, one in enumerate(ready) if one.offer},
         )
 
     def _fit(self) -> None:
@@ -404,9 +405,18 @@ class FlowerFleet:
             return
         del self._capabilities[node]
         with suppress(MessageError):
-            latest = wire.read_capabilities(envelope)
+            latest = self._read_capabilities(envelope)
             if latest.device == before.device:
                 self._capabilities[node] = latest
+
+    def _read_capabilities(self, envelope: Envelope) -> wire.Capabilities:
+        """What a device can spend; a plan of its own only within the limits of the experiment."""
+        found, method = wire.read_capabilities(envelope), self._experiment.method
+        if found.offer and not method.plans_alone:
+            raise MessageError("an offer, though this method plans for the whole cohort")
+        if found.offer and (problem := found.offer.problem(self._experiment.limits)):
+            raise MessageError(f"an offer outside the limits: {problem}")
+        return found
 
     def _welcome(self, node: int, known: Node, answer: Message | MessageError) -> None:
         """Add a device, unless it cannot be one of this fleet's."""
@@ -416,7 +426,7 @@ class FlowerFleet:
             return
         known.question, known.lapses = "", 0.0
         try:
-            found = wire.read_capabilities(read_reply(answer))
+            found = self._read_capabilities(read_reply(answer))
             if not 0 <= found.device < self._experiment.config.fleet.devices:
                 raise MessageError(f"there is no device {found.device} in this fleet")
             if self._folder:
@@ -450,6 +460,8 @@ def warn_infeasible(plan: RoundPlan) -> None:
     """Log which budgets would suffice for devices that cannot take part."""
     strategies, cohort = plan.strategies, plan.offers.cohort
     for i in np.flatnonzero(~strategies.feasible).tolist():
+        if i in plan.offers.own:  # it tells its owner; nobody else knows its budgets
+            continue
         reason, needs = strategies.reason[i], needed_budgets(strategies, cohort.devices, i)
         text = "device %d sits out (%s); it needs %s"
         log(WARNING, text, cohort.index[i], Reason(int(reason)), needs)
@@ -502,4 +514,11 @@ def reply_to(known: Reply, reply: Message | MessageError) -> Reply:
             raise MessageError(f"device {result.next.device} answers for {known.device}")
     except MessageError as problem:
         return replace(known, unreadable=str(problem))
-    return replace(known, payload=result.payload, error=result.error, busy_s=result.busy_s)
+    return replace(
+        known,
+        payload=result.payload,
+        error=result.error,
+        busy_s=result.busy_s,
+        done=result.done,
+        measured=result.measured,
+    )

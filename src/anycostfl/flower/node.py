@@ -19,7 +19,7 @@ import time
 from base64 import b64encode
 from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime, timedelta
 from email.utils import parsedate_to_datetime
 from functools import partial
@@ -30,7 +30,7 @@ from typing import Any
 import httpx
 from cryptography.hazmat.primitives import hashes
 from cryptography.hazmat.primitives.asymmetric import ec
-from flwr.app import Context, Error, Message, RecordDict
+from flwr.app import Context, Error, Message, MessageType, RecordDict
 from flwr.clientapp import ClientApp
 
 from anycostfl.errors import AnycostError, ConfigError
@@ -38,6 +38,7 @@ from anycostfl.flower import _internal
 from anycostfl.flower._internal import ErrorCode, FleetClient, TransferError, log
 from anycostfl.flower.device import Setup
 from anycostfl.flower.keys import private_key, public_pem
+from anycostfl.flower.messages import Transfer, write_transfer
 from anycostfl.flower.superlink import is_local
 from anycostfl.processes import program, safe_environment
 from anycostfl.wire.messages import DeviceRejectedError
@@ -171,19 +172,24 @@ def _online(client: FleetClient, node_id: int) -> Iterator[None]:
 
 def answer_messages(client: FleetClient, app: ClientApp, context: Context) -> None:
     """Answer messages until the server forgets this node."""
-    pause_s = POLL_MIN_S
+    pause_s, transfer = POLL_MIN_S, Transfer()
     while True:
         try:
+            begin = time.monotonic()
             message = client.pull(context.node_id)
             if message is None:
                 time.sleep(pause_s)
                 pause_s = min(1.2 * pause_s, POLL_MAX_S)
                 continue
-            pause_s, begin = POLL_MIN_S, time.monotonic()
+            pause_s, came = POLL_MIN_S, time.monotonic()
+            write_transfer(context.state, replace(transfer, download_s=came - begin))
             reply = answer(app, message, context)
-            seconds = time.monotonic() - begin
-            _internal.date_reply(reply, message, seconds)
-            client.push(context.node_id, reply, seconds)
+            ready = time.monotonic()
+            _internal.date_reply(reply, message, ready - came)
+            client.push(context.node_id, reply, ready - came)
+            if message.metadata.message_type == MessageType.TRAIN:
+                number = int(message.metadata.group_id)
+                transfer = Transfer(upload_s=time.monotonic() - ready, earlier_round=number)
         except httpx.HTTPStatusError as error:
             if error.response.status_code == httpx.codes.UNAUTHORIZED:
                 return

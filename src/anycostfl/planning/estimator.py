@@ -279,6 +279,20 @@ def _follow(
     return np.where(known, np.clip(quantile + step, *QUANTILES), quantile)
 
 
+@dataclass(frozen=True, slots=True)
+class Terms:
+    """What costs are turned into a plan with.
+
+    `smallest` is the least α and αβ; `downloads_model` says whether a device is sent its sub-model,
+    `has_meter` whether joules are measured.
+    """
+
+    workload: Workload
+    smallest: Share
+    downloads_model: bool = True
+    has_meter: bool = False
+
+
 def unknown(latency_s: FloatArray, smallest: Share, confidence: float) -> Estimate:
     """Nothing is known: the slowest device that can take part at all, so that α_min comes first.
 
@@ -295,11 +309,9 @@ def unknown(latency_s: FloatArray, smallest: Share, confidence: float) -> Estima
     )
 
 
-def from_profile(
-    known: Devices, workload: Workload, smallest: Share, confidence: float
-) -> Estimate:
+def from_profile(known: Devices, terms: Terms, confidence: float) -> Estimate:
     """As a profile tells: speed, overhead and uplink, each within a third or so."""
-    nothing = unknown(known.latency_s, smallest, confidence)
+    nothing, workload = unknown(known.latency_s, terms.smallest, confidence), terms.workload
     seconds = compute_cycles(known, workload) / known.frequency_max_hz
     watts = known.energy_coefficient * known.frequency_max_hz**3
     alpha, share = nothing.compute.at, nothing.upload.at
@@ -310,20 +322,6 @@ def from_profile(
         upload=line(share, KNOWN, slope=sending),
         joules=line(alpha, KNOWN, slope=seconds * watts, offset=known.overhead),
     )
-
-
-@dataclass(frozen=True, slots=True)
-class Terms:
-    """What costs are turned into a plan with.
-
-    `smallest` is the least α and αβ; `downloads_model` says whether a device is sent its sub-model,
-    `has_meter` whether joules are measured.
-    """
-
-    workload: Workload
-    smallest: Share
-    downloads_model: bool = True
-    has_meter: bool = False
 
 
 def resources(

@@ -23,7 +23,7 @@ How it is solved, without iteration over α:
    largest α that affords it. At a fixed β that largest α is where both budgets are spent, again
    with f moved into its interval; f is the one positive root of a cubic without square term.
 3. α* is the α of step 1 moved between those two and into [α^min, α^max]; f for that α is the root
-   of another such cubic. Where the caps leave slack, the slowest clock in time saves the most energy.
+   of another such cubic. Where caps leave slack, the slowest clock in time saves the most energy.
 
 Two extensions are solved by golden section over log α, with f and β at each α as in step 3. A
 measured device has an overhead o: cycles C·(α + o). The budgets are still sums of exponentials, so
@@ -47,7 +47,7 @@ from anycostfl.checks import FloatArray
 from anycostfl.errors import InfeasibleBudgetError
 from anycostfl.planning import cost
 from anycostfl.planning.cost import MEASURED, Devices, Workload, learning_gain, quality
-from anycostfl.planning.strategy import Binds, Limits, Reason, Strategies
+from anycostfl.planning.strategy import Binds, Limits, Offer, Reason, Strategies
 
 BLOCK = 8192  # devices solved together, so that every array stays in the processor's cache
 NEWTON_STEPS = 6  # from at most 1.46 times the root, quadratic convergence needs no more
@@ -157,6 +157,39 @@ def fixed_strategies(
         shown=everyone,
         feasible=everyone,
     )
+
+
+def with_offers(
+    planned: Strategies,
+    devices: Devices,
+    workload: Workload,
+    limits: Limits,
+    offers: Mapping[int, Offer],
+) -> Strategies:
+    """The same, but for the devices at these positions, which planned for themselves."""
+    if not offers:
+        return planned
+    where = np.array(sorted(offers), np.intp)
+    made = [offers[i] for i in where.tolist()]
+    chosen = tuple(
+        np.array([getattr(one, name) for one in made]) for name in ("alpha", "beta", "frequency_hz")
+    )
+    able = np.array([not one.reason for one in made])
+    some = devices.take(where)
+    least = _least_budgets(some, workload, limits)
+    offered = _describe(
+        some, workload, limits, (chosen[0], chosen[1], chosen[2]), least, shown=able, feasible=able
+    )
+    said = {
+        "reason": np.array([one.reason for one in made], np.uint8),
+        "binds": np.array([one.binds for one in made], np.uint16),
+    }
+    columns = {}
+    for item in fields(Strategies):
+        column = np.array(getattr(planned, item.name))
+        column[where] = said.get(item.name, getattr(offered, item.name))
+        columns[item.name] = column
+    return Strategies(**columns)
 
 
 def closed_form(
