@@ -43,6 +43,7 @@ class Pending:
     download_s: float
     compute_s: float  # as long as all planned steps would have taken
     joules: float
+    until_upload_s: float  # what it really took up to there
 
     def measurement(self, upload_s: float) -> Measurement:
         """The round as the estimator takes it."""

@@ -61,7 +61,7 @@ from anycostfl.flower.messages import (
     write_state,
 )
 from anycostfl.machine.sensors import read_clock
-from anycostfl.machine.usage import Usage, has_meter, start_usage
+from anycostfl.machine.usage import Usage, has_meter, release_memory, start_usage
 from anycostfl.planning import estimator
 from anycostfl.planning.cost import UNLIMITED, Devices, make_devices
 from anycostfl.planning.draw import Profile, draw_fleet, hardware_of
@@ -96,12 +96,16 @@ def introduce(message: Message, context: Context) -> Message:
 @app.train()
 def train(message: Message, context: Context) -> Message:
     """Perform the task in a message."""
+    setup = read_setup(context.node_config)
+    if setup.memory_bytes:
+        release_memory()
     stop, begin = start_usage(), time.perf_counter()
     task = wire.read_task(to_envelope(message.content))
-    device = open_device(read_setup(context.node_config), task.info.experiment)
-    torch.set_num_threads(device.setup.threads)
+    device = open_device(setup, task.info.experiment)
+    torch.set_num_threads(setup.threads)
     reuse_memory()
     transfer, costs = read_transfer(context.state), device.recall_costs(context.state)
+    time_used = device.time_used(costs, transfer)
     if costs:
         costs = costs.completed(transfer.upload_s, device.setup.confidence)
         until = begin + device.training_s(costs, task, transfer)
@@ -129,7 +133,7 @@ def train(message: Message, context: Context) -> Message:
         busy_s=time.perf_counter() - begin,
         next=known,
         done=reply.done,
-        measured=device.measured(reply, usage, transfer),
+        measured=replace(device.measured(reply, usage, transfer), earlier_time_used=time_used),
     )
     return Message(to_records(result.pack()), reply_to=message)
 
@@ -421,12 +425,21 @@ class Device:
             download_s=transfer.download_s,
             compute_s=whole * usage.seconds,
             joules=math.nan if usage.joules is None else whole * usage.joules,
+            until_upload_s=usage.seconds + transfer.download_s,
         )
         peaks = costs.peaks
         if usage.peak_bytes is not None and usage.base_bytes is not None:
             peaks = peaks.after(task.alpha, usage.base_bytes, usage.peak_bytes)
         finish_s = usage.seconds - reply.decode_s - reply.train_s
         return replace(costs, pending=pending, peaks=peaks, finish_s=finish_s)
+
+    def time_used(self, costs: Costs | None, transfer: Transfer) -> float | None:
+        """The share of its latency budget that the last round took, now that its upload is over."""
+        pending = costs and costs.pending
+        if not pending or pending.round != transfer.earlier_round:
+            return None
+        _, known = self._own()
+        return _known((pending.until_upload_s + transfer.upload_s) / float(known.latency_s[0]))
 
     def measured(self, reply: Reply, usage: Usage, transfer: Transfer) -> Measured:
         """What this round took, for the server's journal."""
