@@ -31,6 +31,7 @@ PORT = 9443
 SAMPLES = 200
 SETTLED = 10  # rounds after which devices should have learnt
 KERNEL_BYTES = 48 * MB  # sockets and page tables, which count for a group and not for a process
+BESIDES_MB = 40.0  # that a device holds beside training: connections and messages
 PROGRAM = [sys.executable, "-P", "-c", "from anycostfl.cli import main; main()"]
 
 
@@ -146,7 +147,7 @@ def with_memory(members: Sequence[Member]) -> list[Member]:
     """Memory budgets between what the narrowest and the widest sub-model take on this machine."""
     low, high = (training_mb(alpha) for alpha in (0.25, 1.0))
     say(f"training takes {low:.0f} MB at the narrowest and {high:.0f} MB at the full width")
-    budget = low + 0.5 * (high - low)
+    budget = low + 0.5 * (high - low) + BESIDES_MB
     return [replace(m, memory_mb=budget) if m.memory_mb else m for m in members]
 
 

@@ -23,14 +23,14 @@ class Member:
 
 
 MEMBERS = (
-    Member(0.20, 8e6, 40e6, 10, 0.000, 4.0),
-    Member(0.12, 6e6, 30e6, 15, 0.000, 5.0),
-    Member(0.08, 4e6, 20e6, 20, 0.001, 6.0),
-    Member(0.16, 2e6, 12e6, 30, 0.002, 5.0),
-    Member(0.10, 12e6, 60e6, 5, 0.000, 4.5),
-    Member(0.14, 3e6, 16e6, 25, 0.001, 4.5),
-    Member(0.20, 10e6, 50e6, 10, 0.000, 8.0, memory_mb=1.0),
-    Member(0.16, 5e6, 25e6, 20, 0.001, 8.0, memory_mb=1.0),
+    Member(0.20, 8e6, 40e6, 10, 0.000, 5.0),
+    Member(0.12, 6e6, 30e6, 15, 0.000, 7.0),
+    Member(0.08, 4e6, 20e6, 20, 0.001, 9.0),
+    Member(0.16, 2e6, 12e6, 30, 0.002, 6.0),
+    Member(0.10, 12e6, 60e6, 5, 0.000, 7.5),
+    Member(0.14, 3e6, 16e6, 25, 0.001, 6.5),
+    Member(0.20, 10e6, 50e6, 10, 0.000, 9.0, memory_mb=1.0),
+    Member(0.16, 5e6, 25e6, 20, 0.001, 9.0, memory_mb=1.0),
 )
 """Together about one core. A memory budget of 1 becomes one that binds on this machine."""
 

@@ -22,6 +22,7 @@ from flwr.app import ConfigRecord, Context, Message, RecordDict, UserConfig
 from flwr.clientapp import ClientApp
 
 from anycostfl import methods, tasks
+from anycostfl.codec import Upload
 from anycostfl.config import load_profile, profiles_of
 from anycostfl.config.loading import checked
 from anycostfl.data.files import read_own
@@ -77,7 +78,7 @@ from anycostfl.wire import messages as wire
 from anycostfl.wire.envelope import MessageError
 
 ANY_RATE_BPS = 1e6  # of an uplink that nobody has described: what is measured replaces it
-LEAST_COEFFICIENT, TRANSMITTER_W = 1e-30, 0.1  # of energy that nobody has described
+LEAST_COEFFICIENT, TRANSMITTER_W = 1e-28, 0.1  # of energy that nobody has described
 
 app = ClientApp()
 
@@ -276,6 +277,14 @@ class Device:
         )
         sub = self._sub_model(task, public)
         return self.runtime.perform(sub, self.samples, job, learn_honestly)
+
+    def warm_up(self) -> None:
+        """Train on one batch and encode: the first time compiles, which no round should pay for."""
+        alpha, runtime = self.told.limits.alpha_min, self.runtime
+        upload = Upload(0.01, 0, b"", runtime.net.blocks(), runtime.method.codec)
+        job = Job(self.setup.device, alpha, upload, 0, runtime.training.learning_rate)
+        few = self.samples.take(slice(0, runtime.training.batch))
+        runtime.perform(runtime.net.shrink(alpha), few, job, learn_honestly)
 
     def evaluate(self, task: wire.EvaluateTask) -> wire.Evaluation:
         """The sums of every metric over this device's test samples."""
@@ -504,7 +513,7 @@ def open_device(setup: Setup, told: wire.ExperimentInfo) -> Device:
     if is_common:  # the test set is split over the fleet, too
         tested = tested[setup.device :: told.fleet.devices]
     how = runtime.task.preparation
-    return Device(
+    device = Device(
         setup=setup,
         told=told,
         runtime=runtime,
@@ -513,6 +522,9 @@ def open_device(setup: Setup, told: wire.ExperimentInfo) -> Device:
         counts=tuple(map(len, parts)),
         sums=how.measure(raw.train.take(chosen)) if how and not told.fitted else {},
     )
+    if not setup.is_member and not device.sums:
+        device.warm_up()
+    return device
 
 
 @lru_cache(maxsize=1)

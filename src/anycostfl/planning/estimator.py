@@ -140,7 +140,8 @@ def learn(before: Line, share: FloatArray, cost: FloatArray) -> Line:
     spread = np.sqrt(prior.variance_at(share))
     far = (np.abs(error) > FAR * spread) & (prior.rounds > 0)
     swap = far & (np.abs(error - prior.other) <= FAR * spread)
-    slower, faster = far & ~swap & (error > 0), far & ~swap & (error < 0)
+    slower = far & ~swap & ((error > 0) | (prior.rounds == 1))  # the first may have been special
+    faster = far & ~swap & ~slower
     shift = np.where(swap, prior.other, np.where(slower, error, 0.0))
     other = np.where(slower, -error, np.where(faster, error, np.nan))
     moved = replace(prior, levels=prior.levels + shift[:, None])
