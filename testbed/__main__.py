@@ -20,6 +20,7 @@ from types import FrameType
 
 from anycostfl.config import load_preset
 from anycostfl.device import threads
+from anycostfl.files import exclusive_lock
 from anycostfl.flower.keys import KeyFolder, make_keys
 from anycostfl.profile.speed import elastic_model, timed_epoch
 from anycostfl.records.run import JOURNAL, read_journal
@@ -45,7 +46,8 @@ def main() -> int:
         say("this kernel has no netem: links have rates, but neither delay nor loss")
     signal.signal(signal.SIGTERM, _leave)
     out = options.out or Path(tempfile.mkdtemp(prefix="anycostfl-testbed-"))
-    told = run(options, out)
+    with exclusive_lock(Path(tempfile.gettempdir()), name="anycostfl-testbed.lock"):
+        told = run(options, out)
     sys.stdout.write(json.dumps(told) + "\n")
     return 0
 

@@ -52,10 +52,10 @@ class BudgetUse:
     device: int
     budget: str  # time, energy or memory
     rounds: int  # that were measured
-    planned: float | None  # median share
-    measured: float | None  # median share
+    planned: float | None  # median share, where the device disclosed its budget
+    measured: float  # median share
     over: int  # rounds above 1
-    worst: float | None
+    worst: float
 
 
 def budget_uses(records: Records) -> list[BudgetUse]:
@@ -68,6 +68,20 @@ def budget_uses(records: Records) -> list[BudgetUse]:
             for budget, pair in _shares(device, time):
                 shares.setdefault((device.device, budget), []).append(pair)
     return [_use(*key, pairs) for key, pairs in sorted(shares.items())]
+
+
+def over_budget(records: Records) -> dict[str, str]:
+    """How often which budget was broken, of the rounds in which it was measured; for a person."""
+    kept = budget_uses(records)
+    budgets = dict.fromkeys(use.budget for use in kept)
+    found = {}
+    for budget in budgets:
+        mine = [use for use in kept if use.budget == budget]
+        over, rounds = sum(use.over for use in mine), sum(use.rounds for use in mine)
+        worst = max(mine, key=lambda use: use.worst)
+        by = f", device {worst.device} by {100 * (worst.worst - 1):.0f} % at most" if over else ""
+        found[budget] = f"broken in {over} of {rounds} device-rounds{by}"
+    return found
 
 
 def _shares(
