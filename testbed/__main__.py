@@ -26,13 +26,13 @@ from anycostfl.profile.speed import elastic_model, timed_epoch
 from anycostfl.records.run import JOURNAL, read_journal
 from testbed import groups, network
 from testbed.members import CHANGE_S, HALVED, MB, MEMBERS, TENTH, Member, swung
+from testbed.peak import BATCH, SAMPLES
 from testbed.verdict import rounds_over_after, uses, verdict
 
-PORT = 9443
-SAMPLES = 200
+PORT = 9543
 SETTLED = 10  # rounds after which devices should have learnt
 KERNEL_BYTES = 48 * MB  # sockets and page tables, which count for a group and not for a process
-BESIDES_MB = 40.0  # that a device holds beside training: connections and messages
+BESIDES_MB = 60.0  # that a device holds beside training: connections and messages
 PROGRAM = [sys.executable, "-P", "-c", "from anycostfl.cli import main; main()"]
 
 
@@ -168,6 +168,7 @@ def serve_command(options: argparse.Namespace, keys: Path, out: Path) -> list[st
         f"fleet.cohort={count}",
         f"fleet.samples={SAMPLES}",
         "data.partition=iid",
+        f"training.batch={BATCH}",
         f"run.rounds={options.rounds}",
         "run.evaluate_every=5",
         f"run.seed={options.seed}",
@@ -185,6 +186,7 @@ def devices(
 ) -> Iterator[None]:
     """Every device in its namespace and its groups."""
     full_s = epoch_s() if options.believe else 0.0
+    children: list[subprocess.Popen[bytes]] = []
     with ExitStack() as stack:
         for number, member in enumerate(members):
             stack.callback(groups.remove, number)
@@ -203,8 +205,11 @@ def devices(
                 command += ["--rate-bps", str(member.up_bps)]
             inside = ["ip", "netns", "exec", network.namespace(number)]
             log = scratch / f"device-{number}.log"
-            stack.enter_context(process(command, log, inside, files))
+            children.append(stack.enter_context(process(command, log, inside, files)))
         yield
+        for number, child in enumerate(children):  # all at once, and at full speed
+            groups.set_cpu(number, 1.0)
+            child.terminate()
 
 
 def believed(seconds: float) -> str:

@@ -11,12 +11,12 @@ from anycostfl.device import Job, learn_honestly, reuse_memory, threads
 from anycostfl.experiment import build_experiment, load_data
 from anycostfl.machine.usage import memory_bytes, release_memory, reset_peak
 
-SAMPLES = 200
+SAMPLES, BATCH = 1000, 50  # of a device
 
 
 def main(alpha: float) -> float:
     """Once to load and compile everything, then measured."""
-    config = load_preset("demo")
+    config = load_preset("demo", [f"training.batch={BATCH}"])
     experiment = build_experiment(config)
     runtime, blocks = experiment.runtime, experiment.net.blocks()
     samples = load_data(config).train.take(slice(0, SAMPLES))

@@ -142,6 +142,8 @@ def _setup_problems(setup: Setup) -> list[str]:
     for name, value in numbers.items():
         if not 0 <= value < math.inf:
             problems.append(f"{name}: given {value:g}, must be >= 0")
+    if setup.profile:
+        load_profile(setup.profile)  # before anything else is said about it
     if not 0.5 <= setup.confidence < 1:
         problems.append(f"--confidence: given {setup.confidence:g}, must be from 0.5 to below 1")
     if setup.believe:

@@ -31,6 +31,8 @@ LARGEST_FILE = 1 << 18  # bytes
 MOST_WORKLOADS = 8  # that a file remembers; the latest come last
 FINEST = 64  # the smallest β tried first is at most that much below the largest
 PASSES = 2  # of planning, so that the spread is that of what is planned
+AT_FIRST = 0.75  # of rounds are planned to be in time without ending early
+RESERVED = 0.8  # of uploads take no longer than what is kept for them when training ends early
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +49,8 @@ class Pending:
 
     def measurement(self, upload_s: float) -> Measurement:
         """The round as the estimator takes it."""
-        values = self.alpha, self.uploaded, self.download_s, self.compute_s, upload_s, self.joules
+        parts = self.download_s, self.compute_s, upload_s
+        values = self.alpha, self.uploaded, *parts, self.joules, self.until_upload_s + upload_s
         return Measurement(*(np.array([value]) for value in values))
 
 

@@ -14,6 +14,7 @@ from dataclasses import dataclass, fields, replace
 from functools import lru_cache
 from logging import WARNING
 from pathlib import Path
+from statistics import NormalDist
 from typing import cast
 
 import numpy as np
@@ -40,6 +41,8 @@ from anycostfl.experiment import (
 )
 from anycostfl.flower._internal import log
 from anycostfl.flower.costs import (
+    AT_FIRST,
+    RESERVED,
     Costs,
     DamagedCostsError,
     Pending,
@@ -380,8 +383,8 @@ class Device:
         _, known = self._own()
         if not self.setup.profile:
             smallest = self.terms.smallest
-            return estimator.unknown(known.latency_s, smallest, self.setup.confidence)
-        return estimator.from_profile(known, self.terms, self.setup.confidence)
+            return estimator.unknown(known.latency_s, smallest, AT_FIRST)
+        return estimator.from_profile(known, self.terms, AT_FIRST)
 
     def keep_costs(self, state: RecordDict, costs: Costs | None, known: wire.Capabilities) -> None:
         """Remember what was learnt, and whether the device sits out; in its file, too."""
@@ -409,7 +412,7 @@ class Device:
         bits = task.upload.beta * 32 * sum(map(math.prod, elements.shapes.values()))
         share = np.array([bits / self.told.workload.size_bits])
         upload = costs.estimate.upload
-        bound = costs.estimate.quantile * np.sqrt(upload.variance_at(share))
+        bound = NormalDist().inv_cdf(RESERVED) * np.sqrt(upload.variance_at(share))
         upload_s = float((upload.predict(share) * np.exp(bound))[0]) if upload.rounds[0] else 0.0
         spent = 0.0 if math.isnan(transfer.download_s) else transfer.download_s
         return float(known.latency_s[0]) - spent - upload_s - costs.finish_s

@@ -40,7 +40,7 @@ OFFSET_GUESS, OFFSET_UNKNOWN = 0.2, 1.5  # relative to the first share; of the l
 OFFSET_KNOWN = 0.7  # of the logarithm of an offset that a profile tells
 FORGET, FORGET_JUMP = 0.98, 0.3  # of the evidence for an offset stays after a round, and a jump
 LIGHTEST = 30.0  # of a candidate's logarithmic weight
-MEMORY_MARGIN = 0.04  # of what training adds: peaks differ a little from round to round
+MEMORY_MARGIN = 0.10  # of what training adds: peaks differ a little from round to round
 MEMORY_STEP = 0.02  # widths closer than that share a peak
 MEMORY_KEEP = 0.9  # of the part by which an old peak was above a new one
 TRIED = 3  # rounds after which a device that cannot afford its spread sits out
@@ -200,7 +200,8 @@ class Measurement:
     """One round of a device as it was measured; NaN is unknown.
 
     `alpha` is its width, `uploaded` the bits of its payload relative to S. Computing is all that
-    the processor does: decoding, training (of all planned steps) and encoding.
+    the processor does: decoding, training (of all planned steps) and encoding. `total_s` is what
+    the round really took, less than its parts where training ended early.
     """
 
     alpha: FloatArray
@@ -209,6 +210,7 @@ class Measurement:
     compute_s: FloatArray
     upload_s: FloatArray
     joules: FloatArray
+    total_s: FloatArray
 
 
 @dataclass(frozen=True, slots=True)
@@ -245,11 +247,10 @@ class Estimate:
 def observe(estimate: Estimate, measured: Measurement, confidence: float) -> Estimate:
     """What is known after a round."""
     alpha, uploaded = measured.alpha, measured.uploaded
-    seconds = measured.compute_s + measured.download_s + measured.upload_s
     spread = estimate.spread(alpha, uploaded)
     quantile = _follow(
         estimate.quantile,
-        seconds / estimate.predict_s(alpha, uploaded),
+        measured.total_s / estimate.predict_s(alpha, uploaded),
         np.where(estimate.compute.rounds > 0, spread, np.inf),
         confidence,
     )
@@ -383,35 +384,29 @@ def is_probe(idle: npt.ArrayLike) -> npt.NDArray[np.bool_]:
 
 @dataclass(frozen=True, slots=True)
 class Peaks:
-    """Peak memory at the widths that were tried, in bytes, and what the process holds besides.
+    """What training added to the memory of the process at the widths that were tried, in bytes.
 
-    What training adds grows with the width, but never faster than in proportion: activations grow
-    with its square root, and some of it not at all. So a measured peak bounds those of narrower
-    widths, and of wider ones too.
+    It grows with the width, but never faster than in proportion: activations grow with its square
+    root, and some of it not at all. So what was measured bounds what narrower widths add, and what
+    wider ones do too. `base` is what the process holds besides, which grows over the rounds.
     """
 
     base: float = 0.0
-    tried: tuple[tuple[float, float], ...] = ()  # α and peak, by α
+    tried: tuple[tuple[float, float], ...] = ()  # α and what was added, by α
 
     def after(self, alpha: float, base: float, peak: float) -> Peaks:
-        """What is known after a round; an old peak that was higher is forgotten slowly."""
+        """What is known after a round; more that was added earlier is forgotten slowly."""
         near = [old for width, old in self.tried if abs(width - alpha) <= MEMORY_STEP]
         others = [one for one in self.tried if abs(one[0] - alpha) > MEMORY_STEP]
-        before = max(near, default=peak)
-        seen = max(peak, peak + MEMORY_KEEP * (before - peak))
-        return Peaks(
-            max(base, base + MEMORY_KEEP * (self.base - base)),
-            tuple(sorted([*others, (alpha, seen)])),
-        )
+        added = max(peak - base, 0.0)
+        added = max(added, added + MEMORY_KEEP * (max(near, default=added) - added))
+        return Peaks(max(base, self.base), tuple(sorted([*others, (alpha, added)])))
 
     def bound(self, alpha: float) -> float:
-        """What a width takes at most; infinite as long as nothing was tried."""
-        at_least = max((peak for width, peak in self.tried if width <= alpha), default=0.0)
-        bounds = [
-            self.base + (1.0 + MEMORY_MARGIN) * (peak - self.base) * max(alpha / width, 1.0)
-            for width, peak in self.tried
-        ]
-        return max(min(bounds, default=np.inf), at_least)
+        """What a process takes at a width at most; infinite as long as nothing was tried."""
+        at_least = max((added for width, added in self.tried if width <= alpha), default=0.0)
+        bounds = [added * max(alpha / width, 1.0) for width, added in self.tried]
+        return self.base + (1.0 + MEMORY_MARGIN) * max(min(bounds, default=np.inf), at_least)
 
     def widest(self, budget: float) -> float:
         """The largest α whose bound is within a budget; 0 if there is none."""
