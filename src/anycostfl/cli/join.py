@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import signal
 import sys
+from contextlib import nullcontext
 from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Annotated
@@ -17,6 +18,7 @@ from anycostfl.cli._options import PROFILES
 from anycostfl.config import load_profile
 from anycostfl.device import cores
 from anycostfl.errors import ConfigError
+from anycostfl.machine.clock import restored_clock, settable_clock
 from anycostfl.machine.usage import has_meter
 
 if TYPE_CHECKING:
@@ -54,6 +56,9 @@ def join(
     ] = None,
     believe: Annotated[
         bool, Option("--believe", help="Plan with the profile as it is, whatever is measured")
+    ] = False,
+    set_clock: Annotated[
+        bool, Option("--set-clock", help="Set the processor's clock as planned (cpufreq)")
     ] = False,
     data: Annotated[str, Option(help=DATA)] = "",
     split: Annotated[
@@ -93,6 +98,7 @@ def join(
         confidence=confidence,
         state=str(learnt or ""),
         believe=believe,
+        set_clock=set_clock,
         data=data,
         split=split,
         threads=threads or cores(),
@@ -101,8 +107,13 @@ def join(
     if problems := [*_address_problems(address, insecure=insecure), *_setup_problems(setup)]:
         raise ConfigError(problems)
     signal.signal(signal.SIGTERM, _leave)
+    if set_clock and settable_clock() is None:
+        err.print(
+            "--set-clock: this system does not let its clock be set; planning at the one it has"
+        )
     try:
-        be_a_node(address, apps.app, setup)
+        with restored_clock() if set_clock else nullcontext():
+            be_a_node(address, apps.app, setup)
     except KeyboardInterrupt:
         err.print("left the fleet")
         raise Exit(130) from None

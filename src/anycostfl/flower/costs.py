@@ -67,6 +67,7 @@ class Costs:
     finish_s: float = 0.0  # from the end of training to the upload, in the last round
     idle: int = 0
     asked: int = -1
+    frequency_hz: float = 0.0  # planned for the coming round
 
     def completed(self, upload_s: float, confidence: float) -> Costs:
         """With what is known once the upload of the last round is over."""
@@ -180,6 +181,7 @@ def _costs(table: Mapping[str, Any]) -> Costs:
         finish_s=_number(table["finish_s"]),
         idle=int(_number(table["idle"])),
         asked=int(table["asked"]),
+        frequency_hz=_number(table["frequency_hz"]),
     )
 
 

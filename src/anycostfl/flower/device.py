@@ -64,6 +64,7 @@ from anycostfl.flower.messages import (
     to_records,
     write_state,
 )
+from anycostfl.machine.clock import set_clock, settable_clock
 from anycostfl.machine.sensors import read_clock
 from anycostfl.machine.usage import Usage, has_meter, release_memory, start_usage
 from anycostfl.planning import estimator
@@ -111,7 +112,8 @@ def train(message: Message, context: Context) -> Message:
     transfer, costs = read_transfer(context.state), device.recall_costs(context.state)
     time_used = device.time_used(costs, transfer)
     if costs:
-        costs = costs.completed(transfer.upload_s, device.setup.confidence)
+        device.set_clock(costs)
+        costs = costs.completed(transfer.upload_s, setup.confidence)
         until = begin + device.training_s(costs, task, transfer)
     else:
         until = math.inf
@@ -167,6 +169,7 @@ class Setup:
     confidence: float = 0.95  # with which a budget is kept
     state: str = ""  # the file of what the device learns about its costs
     believe: bool = False  # the profile, whatever is measured
+    set_clock: bool = False  # to what is planned, where the system lets this process
     data: str = ""  # a task, or data of its own (`data.files`), instead of the experiment's
     split: bool = False  # train on a part of its own data, as the experiment is split
     threads: int = 1
@@ -338,8 +341,16 @@ class Device:
         setup = self.setup
         kind = load_profile(setup.profile) if setup.profile else unknown_machine()
         watts_known = bool(setup.profile) or has_meter()
+        hardware = hardware_of(kind)
+        if not setup.believe:  # without setting the clock, there is the one that the governor gives
+            clock = settable_clock() if setup.set_clock else None
+            high = clock.max_hz if clock else kind.frequency_max_hz
+            hardware |= {
+                "frequency_min_hz": clock.min_hz if clock else high,
+                "frequency_max_hz": high,
+            }
         resources = make_devices(
-            **hardware_of(kind),
+            **hardware,
             samples=len(self.samples),
             rate_bps=setup.rate_bps or kind.rate_bps or ANY_RATE_BPS,
             latency_s=setup.latency_s or self.told.fleet.latency_s,
@@ -392,6 +403,7 @@ class Device:
             return
         if known.offer:
             costs = costs.sat_out(known.round, feasible=not known.offer.reason)
+            costs = replace(costs, frequency_hz=known.offer.frequency_hz)
         state["costs"] = ConfigRecord({"text": to_text(costs)})
         if self.setup.state:
             with suppress(OSError):  # a full disk stops no device
@@ -404,6 +416,11 @@ class Device:
         model = told.model, told.widths, told.method, told.epochs, told.downlink
         how = training.batch, training.optimizer, training.precision, training.device
         return workload_key(*model, *how, len(self.samples), self.setup.threads)
+
+    def set_clock(self, costs: Costs) -> None:
+        """Run at the clock that was planned, if the owner and the system let this process."""
+        if self.setup.set_clock and costs.frequency_hz and settable_clock():
+            set_clock(costs.frequency_hz)
 
     def training_s(self, costs: Costs, task: wire.TrainTask, transfer: Transfer) -> float:
         """Seconds after the task came at which training has to be over to upload in time."""
@@ -430,13 +447,19 @@ class Device:
             return costs
         unfinished = reply.train_s * (1.0 / reply.done - 1.0)
         whole = (usage.seconds + unfinished) / usage.seconds
+        _, known = self._own()
+        fastest = float(known.frequency_max_hz[0])
+        # As it would have been at the highest clock: T is in proportion to 1/f, E to f².
+        slower = (
+            costs.frequency_hz / fastest if self.setup.set_clock and costs.frequency_hz else 1.0
+        )
         pending = Pending(
             round=task.info.round,
             alpha=task.alpha,
             uploaded=8 * len(reply.payload) / self.told.workload.size_bits,
             download_s=transfer.download_s,
-            compute_s=whole * usage.seconds,
-            joules=math.nan if usage.joules is None else whole * usage.joules,
+            compute_s=whole * usage.seconds * slower,
+            joules=math.nan if usage.joules is None else whole * usage.joules / slower**2,
             until_upload_s=usage.seconds + transfer.download_s,
         )
         peaks = costs.peaks
