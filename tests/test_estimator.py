@@ -265,7 +265,7 @@ def test_a_memory_budget_caps_the_width() -> None:
 
     assert planned(Peaks(), 8e8) == pytest.approx(0.25)
     once = Peaks().after(0.25, 4e8, 5e8)
-    assert planned(once, 8e8) == pytest.approx(0.91, abs=0.02)  # 100 MB for a quarter, 10 % more
+    assert planned(once, 8e8) == pytest.approx(0.93, abs=0.02)  # 100 MB for a quarter, 5 % more
     assert planned(once, 5e8) == 0.0
     twice = once.after(0.91, 4e8, 6e8)  # what training adds grows more slowly than that
     assert planned(twice, 8e8) == pytest.approx(1.0)

@@ -8,7 +8,7 @@ import sys
 from contextlib import nullcontext
 from pathlib import Path
 from types import FrameType
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 from typer import Argument, Exit, Option
 
@@ -82,37 +82,31 @@ def join(
     """
     if split and all_data:
         raise ConfigError(["--split: not with --all-data"])
+    learnt = str(state or (key.with_name(f"{key.name}.costs.json") if key else ""))
+    budgets = {"latency_s": latency_s, "energy_j": energy_j, "memory_bytes": memory_bytes}
+    hardware = {"profile": profile, "rate_bps": rate_bps, "threads": threads or cores()}
+    how = {"confidence": confidence, "state": learnt, "believe": believe, "set_clock": set_clock}
+    table = {"device": device, "data": data, "split": split, **budgets, **hardware, **how}
+    _take_part((server, trust, key, patience_s), table, insecure=insecure)
+
+
+def _take_part(
+    where: tuple[str, Path | None, Path | None, float], table: dict[str, Any], *, insecure: bool
+) -> None:
+    """Be the device, until it is told to leave."""
     need_flower()
     from anycostfl.flower import device as apps  # noqa: PLC0415 - optional
     from anycostfl.flower.node import Address  # noqa: PLC0415
     from anycostfl.flower.node import join as be_a_node  # noqa: PLC0415
 
-    learnt = state or (key.with_name(f"{key.name}.costs.json") if key else None)
-    setup = apps.Setup(
-        device=device,
-        profile=profile,
-        rate_bps=rate_bps,
-        latency_s=latency_s,
-        energy_j=energy_j,
-        memory_bytes=memory_bytes,
-        confidence=confidence,
-        state=str(learnt or ""),
-        believe=believe,
-        set_clock=set_clock,
-        data=data,
-        split=split,
-        threads=threads or cores(),
-    )
-    address = Address(server, trust, key, patience_s)
+    setup, address = apps.Setup(**table), Address(*where)
     if problems := [*_address_problems(address, insecure=insecure), *_setup_problems(setup)]:
         raise ConfigError(problems)
     signal.signal(signal.SIGTERM, _leave)
-    if set_clock and settable_clock() is None:
-        err.print(
-            "--set-clock: this system does not let its clock be set; planning at the one it has"
-        )
+    if setup.set_clock and settable_clock() is None:
+        err.print("--set-clock: not possible on this system; planning at the clock there is")
     try:
-        with restored_clock() if set_clock else nullcontext():
+        with restored_clock() if setup.set_clock else nullcontext():
             be_a_node(address, apps.app, setup)
     except KeyboardInterrupt:
         err.print("left the fleet")

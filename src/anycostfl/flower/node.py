@@ -190,6 +190,7 @@ def answer_messages(client: FleetClient, app: ClientApp, context: Context) -> No
             if message.metadata.message_type == MessageType.TRAIN:
                 number = int(message.metadata.group_id)
                 transfer = Transfer(upload_s=time.monotonic() - ready, earlier_round=number)
+            del message, reply  # megabytes that would be held until the next ones have come
         except httpx.HTTPStatusError as error:
             if error.response.status_code == httpx.codes.UNAUTHORIZED:
                 return

@@ -40,7 +40,9 @@ OFFSET_GUESS, OFFSET_UNKNOWN = 0.2, 1.5  # relative to the first share; of the l
 OFFSET_KNOWN = 0.7  # of the logarithm of an offset that a profile tells
 FORGET, FORGET_JUMP = 0.98, 0.3  # of the evidence for an offset stays after a round, and a jump
 LIGHTEST = 30.0  # of a candidate's logarithmic weight
-MEMORY_MARGIN = 0.10  # of what training adds: peaks differ a little from round to round
+MEMORY_MARGIN = 0.05  # of what training adds, for what was not tried
+HEADROOM = 0.01  # of a budget: peaks differ a little from round to round
+BASE_RATE = 0.05  # how fast growth of what the process holds besides is believed
 MEMORY_STEP = 0.02  # widths closer than that share a peak
 MEMORY_KEEP = 0.9  # of the part by which an old peak was above a new one
 TRIED = 3  # rounds after which a device that cannot afford its spread sits out
@@ -388,7 +390,8 @@ class Peaks:
 
     It grows with the width, but never faster than in proportion: activations grow with its square
     root, and some of it not at all. So what was measured bounds what narrower widths add, and what
-    wider ones do too. `base` is what the process holds besides, which grows over the rounds.
+    wider ones do too. `base` is what the process holds besides: the least it was seen to hold, for
+    a message that has arrived is part of what its width adds; it follows slow growth.
     """
 
     base: float = 0.0
@@ -398,9 +401,10 @@ class Peaks:
         """What is known after a round; more that was added earlier is forgotten slowly."""
         near = [old for width, old in self.tried if abs(width - alpha) <= MEMORY_STEP]
         others = [one for one in self.tried if abs(one[0] - alpha) > MEMORY_STEP]
-        added = max(peak - base, 0.0)
+        least = min(base, self.base + BASE_RATE * (base - self.base)) if self.tried else base
+        added = max(peak - least, 0.0)
         added = max(added, added + MEMORY_KEEP * (max(near, default=added) - added))
-        return Peaks(max(base, self.base), tuple(sorted([*others, (alpha, added)])))
+        return Peaks(least, tuple(sorted([*others, (alpha, added)])))
 
     def bound(self, alpha: float) -> float:
         """What a process takes at a width at most; infinite as long as nothing was tried."""
@@ -410,6 +414,7 @@ class Peaks:
 
     def widest(self, budget: float) -> float:
         """The largest α whose bound is within a budget; 0 if there is none."""
+        budget *= 1.0 - HEADROOM
         widths = np.linspace(0.0, 1.0, 201)[1:].tolist()
         return max((alpha for alpha in widths if self.bound(alpha) <= budget), default=0.0)
 
