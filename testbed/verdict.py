@@ -56,6 +56,7 @@ def verdict(found: Sequence[Use], since: int) -> dict[str, object]:
         "latency_over": share_over(times),
         "memory_over": share_over(memories),
         "budget_used_median": statistics.median(medians.values()) if medians else None,
+        "time_used_median": statistics.median(times) if times else None,
         "device_rounds": len(times),
         "used_by_device": {device: round(share, 3) for device, share in medians.items()},
         "worst_latency": max(times, default=None),

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import time
 from contextlib import suppress
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, field, fields, replace
 from functools import lru_cache
 from logging import WARNING
 from pathlib import Path
@@ -215,6 +215,7 @@ class Device:
     test: Samples
     counts: tuple[int, ...]  # samples of every member of the fleet, as far as this one knows
     sums: State  # of its samples, as long as the server does not know what to prepare them by
+    latest: list[Costs] = field(default_factory=list)  # what it has learnt, once it is known
 
     def capabilities(
         self, number: int, public: State, costs: Costs | None = None
@@ -375,18 +376,21 @@ class Device:
     def recall_costs(self, state: RecordDict) -> Costs | None:
         """What it has learnt so far; nothing of a member of a simulated fleet, which pays nothing.
 
-        At first from its file, else from its profile, else nothing is known.
+        At first from its file, or what Flower keeps for it, else from its profile or from nothing.
         """
         setup = self.setup
         if setup.is_member or setup.believe:
             return None
-        if kept := state.config_records.get("costs"):
-            return from_text(cast(str, kept["text"]))
+        if self.latest:
+            return self.latest[0]
+        kept, known = state.config_records.get("costs") or ConfigRecord(), None
         try:
-            known = load_costs(Path(setup.state), self._workload) if setup.state else None
+            if setup.state:
+                known = load_costs(Path(setup.state), self._workload)
+            elif kept.get("workload") == self._workload:
+                known = from_text(cast(str, kept["text"]))
         except DamagedCostsError as problem:
             log(WARNING, "%s; starting anew", problem)
-            known = None
         return known or Costs(self._prior())
 
     def _prior(self) -> Estimate:
@@ -404,10 +408,13 @@ class Device:
         if known.offer:
             costs = costs.sat_out(known.round, feasible=not known.offer.reason)
             costs = replace(costs, frequency_hz=known.offer.frequency_hz)
-        state["costs"] = ConfigRecord({"text": to_text(costs)})
+        self.latest[:] = [costs]
         if self.setup.state:
             with suppress(OSError):  # a full disk stops no device
                 save_costs(Path(self.setup.state), self._workload, costs)
+        else:
+            kept = ConfigRecord({"workload": self._workload, "text": to_text(costs)})
+            state["costs"] = kept
 
     @property
     def _workload(self) -> str:

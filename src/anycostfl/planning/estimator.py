@@ -47,6 +47,7 @@ MEMORY_STEP = 0.02  # widths closer than that share a peak
 MEMORY_KEEP = 0.9  # of the part by which an old peak was above a new one
 TRIED = 3  # rounds after which a device that cannot afford its spread sits out
 LEAST = 1e-9  # seconds or joules
+LEAST_COEFFICIENT = 1e-29  # of energy: what costs nothing that is known still costs something
 
 Share = tuple[float, float]  # α and αβ
 Point = tuple[FloatArray, FloatArray]  # the same of every device
@@ -358,7 +359,9 @@ def resources(
         flops_per_cycle=flops / (clock * per_alpha),
         overhead=overhead,
         rate_bps=terms.workload.size_bits / (margin * sending),
-        energy_coefficient=joules / (clock**3 * per_alpha * (alpha + overhead)),
+        energy_coefficient=np.maximum(
+            joules / (clock**3 * per_alpha * (alpha + overhead)), LEAST_COEFFICIENT
+        ),
     )
 
 
