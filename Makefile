@@ -5,7 +5,7 @@ BIN    := $(VENV)/bin
 READY  := $(VENV)/.ready
 
 .DEFAULT_GOAL := help
-.PHONY: help run fleet test check lint format bench paper testbed drill clean
+.PHONY: help run fleet test check lint format docs matrix bench paper testbed drill clean
 
 help: ## Show this list
 	@awk -F':.*## ' '/^[a-z]+:.*## / {printf "  \033[1mmake %-8s\033[0m %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -37,6 +37,13 @@ format: $(READY) ## Let ruff put the code in order
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
+docs: $(READY) ## The documentation as a site in site/; fails on a broken link
+	$(BIN)/pip install --quiet --constraint constraints.txt --editable '.[docs]'
+	$(BIN)/mkdocs build --strict --quiet
+
+matrix: ## Install the wheel on every Python that is here and run it; says what ran where
+	$(PYTHON) .ci/matrix
+
 bench: $(READY) ## Measure; takes minutes, wants a quiet machine
 	$(BIN)/python benchmarks/shrink.py
 	$(BIN)/python benchmarks/codec.py
@@ -48,16 +55,17 @@ bench: $(READY) ## Measure; takes minutes, wants a quiet machine
 
 ALL   := --rounds 320 --set run.evaluate_every=3 --set run.checkpoint_every=12
 TUNED := $(ALL) --learning-rates 0.01,0.03,0.05,0.1,0.2,0.4
+PAPER := --methods anycostfl,anycostfl+,fedavg,fedhq,heterofl,qsgd,stc,uveqfed
 CIFAR := cifar10-iid --rounds 60 --set run.evaluate_every=5 --set run.checkpoint_every=5
 
 paper: $(READY) ## The paper's whole evaluation (days on two cores; resumes where it stopped)
-	$(BIN)/anycostfl compare fmnist-iid $(TUNED) --trial 12
-	$(BIN)/anycostfl compare fmnist-noniid $(TUNED) --trial 24
+	$(BIN)/anycostfl compare fmnist-iid $(TUNED) --trial 12 $(PAPER)
+	$(BIN)/anycostfl compare fmnist-noniid $(TUNED) --trial 24 $(PAPER)
 	$(BIN)/anycostfl compare fmnist-iid $(TUNED) --trial 12 --methods anycostfl,stc,fedhq --seeds 3
 	$(BIN)/anycostfl compare $(CIFAR) --methods anycostfl,anycostfl+,stc,heterofl,fedavg
 	for data in fmnist-iid fmnist-noniid; do \
-	  $(BIN)/anycostfl compare $$data $(ALL) --set training.momentum=0.9 --out runs/momentum-$$data && \
-	  $(BIN)/anycostfl compare $$data $(ALL) || exit; done
+	  $(BIN)/anycostfl compare $$data $(ALL) $(PAPER) --set training.momentum=0.9 --out runs/momentum-$$data && \
+	  $(BIN)/anycostfl compare $$data $(ALL) $(PAPER) || exit; done
 	for kind in ablation compute radio; do \
 	  $(BIN)/anycostfl sweep $$kind fmnist-iid $(TUNED) --trial 12 || exit; done
 	$(BIN)/anycostfl sweep widths fmnist-iid $(TUNED) --trial 12 --show
@@ -70,4 +78,4 @@ drill: $(READY) ## Kill, fill, damage, jump, stall, soak: what is lost? (a quart
 	$(BIN)/python -m drills
 
 clean: ## Remove the environment and all caches
-	rm -rf $(VENV) build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
+	rm -rf $(VENV) build dist site .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache

@@ -464,6 +464,198 @@ class ShuffleBySize(nn.Module):
         return out
 
 
+class PartsByNumber(nn.Module):
+    """InceptionNeXt and Res2Net: unequal parts of the channels take ways of their own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.parts = (6, 4, 6)
+        self.stem, self.small = nn.Conv2d(3, 16, 3), nn.Conv2d(4, 4, 3, padding=1, groups=4)
+        self.wide, self.head = nn.Conv2d(6, 6, 3, padding=1), nn.Linear(16, 5)
+
+    def forward(self, x: Tensor) -> Any:
+        same, small, wide = torch.split(self.stem(x).relu(), self.parts, dim=1)
+        x = torch.cat([same, self.small(small), self.wide(wide)], dim=1)
+        return self.head(x.relu().mean((2, 3)))
+
+
+class HalvesShuffled(nn.Module):
+    """ShuffleNetV2: one half of the channels passes by, then both are shuffled."""
+
+    def __init__(self, blocks: int = 3) -> None:
+        super().__init__()
+        self.stem, self.head = nn.Conv2d(3, 16, 3), nn.Linear(16, 5)
+        self.blocks = nn.ModuleList(nn.Conv2d(8, 8, 3, padding=1) for _ in range(blocks))
+
+    def forward(self, x: Tensor) -> Any:
+        x = self.stem(x).relu()
+        for block in self.blocks:
+            passed, used = x.chunk(2, dim=1)
+            x = torch.cat([passed, block(used).relu()], dim=1)
+            x = x.view(x.shape[0], 2, -1, *x.shape[2:]).transpose(1, 2).flatten(1, 2)
+        return self.head(x.mean((2, 3)))
+
+
+class StandardisedConv(nn.Conv2d):
+    """A convolution whose weight is normalised per filter, seen as a matrix (NFNet, BiT)."""
+
+    def forward(self, input: Tensor) -> Tensor:  # noqa: A002 - torch's name
+        rows = self.weight.reshape(1, self.out_channels, -1)
+        rows = F.batch_norm(rows, None, None, training=True)
+        return F.conv2d(input, rows.reshape_as(self.weight), self.bias, padding=self.padding)
+
+
+class SqueezeExcite(nn.Module):
+    """MobileNetV3: hard activations in place, channels weighed by a bottleneck."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem, self.norm = StandardisedConv(3, 16, 3, padding=1), nn.BatchNorm2d(16)
+        self.act = nn.Hardswish(inplace=True)
+        self.squeeze, self.excite = nn.Conv2d(16, 4, 1), nn.Conv2d(4, 16, 1)
+        self.conv, self.head = StandardisedConv(16, 12, 3), nn.Linear(12, 5)
+
+    def forward(self, x: Tensor) -> Any:
+        x = self.act(self.norm(self.stem(x)))
+        weights = self.squeeze(F.adaptive_avg_pool2d(x, 1)).relu()
+        x = x * F.hardsigmoid(self.excite(weights))
+        return self.head(self.conv(x).relu().mean((2, 3)))
+
+
+class InputsFirst(nn.Module):
+    """GPT-2's Conv1D: a linear layer whose weight is (inputs, outputs), its size an attribute."""
+
+    def __init__(self, inputs: int, outputs: int) -> None:
+        super().__init__()
+        self.outputs = outputs
+        self.weight = nn.Parameter(torch.randn(inputs, outputs) / inputs**0.5)
+        self.bias = nn.Parameter(torch.zeros(outputs))
+
+    def forward(self, x: Tensor) -> Tensor:
+        flat = torch.addmm(self.bias, x.view(-1, x.shape[-1]), self.weight)
+        return flat.view((*x.shape[:-1], self.outputs))
+
+
+class CausalBlock(nn.Module):
+    """A block of GPT-2."""
+
+    def __init__(self, width: int, heads: int) -> None:
+        super().__init__()
+        self.width, self.heads, self.size = width, heads, width // heads
+        self.norm, self.qkv = nn.LayerNorm(width), InputsFirst(width, 3 * width)
+        self.out = InputsFirst(width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        shape = (*x.shape[:2], -1, self.size)
+        parts = self.qkv(self.norm(x)).split(self.width, dim=2)
+        q, k, v = (part.view(shape).transpose(1, 2) for part in parts)
+        y = F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2)
+        return x + self.out(y.reshape(*x.shape[:2], -1).contiguous())
+
+
+class Decoder(nn.Module):
+    """GPT-2: equal blocks, a causal mask."""
+
+    def __init__(self, blocks: int = 2) -> None:
+        super().__init__()
+        self.embed, self.head = nn.Linear(5, 16), nn.Linear(16, 3)
+        self.blocks = nn.ModuleList(CausalBlock(16, 2) for _ in range(blocks))
+
+    def forward(self, x: Tensor) -> Any:
+        x = self.embed(x)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x).mean(1)
+
+
+class KeysAndValues(nn.Module):
+    """LeViT: one layer for queries, keys and values of unequal sizes, split inside every head."""
+
+    def __init__(self, heads: int = 2, key: int = 4, value: int = 8) -> None:
+        super().__init__()
+        self.heads, self.key, self.value = heads, key, value
+        self.stem = nn.Linear(5, 12)
+        self.qkv = nn.Linear(12, heads * (2 * key + value))
+        self.bias = nn.Parameter(torch.randn(heads, 6, 6))
+        self.out, self.head = nn.Linear(heads * value, 12), nn.Linear(12, 3)
+
+    def forward(self, x: Tensor) -> Any:
+        x = self.stem(x)
+        batch, length, _ = x.shape
+        heads = self.qkv(x).view(batch, length, self.heads, -1)
+        q, k, v = heads.split([self.key, self.key, self.value], dim=3)
+        scores = q.permute(0, 2, 1, 3) @ k.permute(0, 2, 3, 1) + self.bias
+        seen = scores.softmax(-1) @ v.permute(0, 2, 1, 3)
+        seen = seen.transpose(1, 2).reshape(batch, length, self.heads * self.value)
+        return self.head(F.hardswish(x + self.out(seen))).mean(1)
+
+
+class Windows(nn.Module):
+    """Swin: attention inside shifted windows with a learned bias, then patches are merged."""
+
+    def __init__(self, width: int = 12, heads: int = 2, window: int = 2) -> None:
+        super().__init__()
+        self.width, self.heads, self.window = width, heads, window
+        self.stem, self.norm = nn.Conv2d(3, width, 2, 2), nn.LayerNorm(width)
+        self.qkv, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
+        self.bias = nn.Parameter(torch.randn(heads, window**2, window**2))
+        self.merge, self.head = nn.Linear(4 * width, 10), nn.Linear(10, 5)
+
+    def forward(self, x: Tensor) -> Any:
+        x = self.norm(self.stem(x).permute(0, 2, 3, 1))
+        batch, height, _, _ = x.shape
+        size, count = self.window, height // self.window
+        parts = torch.roll(x, (1, 1), (1, 2)).view(batch, count, size, count, size, self.width)
+        parts = parts.permute(0, 1, 3, 2, 4, 5).reshape(-1, size * size, self.width)
+        shape = (len(parts), size * size, 3, self.heads, self.width // self.heads)
+        q, k, v = self.qkv(parts).reshape(shape).permute(2, 0, 3, 1, 4)
+        seen = (q @ k.transpose(-2, -1) + self.bias).softmax(-1) @ v
+        parts = self.out(seen.transpose(1, 2).reshape(-1, size * size, self.width))
+        y = parts.view(batch, count, count, size, size, self.width)
+        x = x + torch.roll(y.permute(0, 1, 3, 2, 4, 5).reshape(x.shape), (-1, -1), (1, 2))
+        x = torch.cat([x[:, i::2, j::2] for i in (0, 1) for j in (0, 1)], dim=-1)
+        return self.head(self.merge(x).relu().mean((1, 2)))
+
+
+class SelectiveKernels(nn.Module):
+    """SKNet: two branches weighed against each other, channel by channel."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem, self.width = nn.Conv2d(3, 12, 3), 12
+        self.paths = nn.ModuleList(nn.Conv2d(12, 12, 3, padding=p, dilation=p) for p in (1, 2))
+        self.reduce, self.select = nn.Conv2d(12, 6, 1), nn.Conv2d(6, 24, 1)
+        self.head = nn.Linear(12, 5)
+
+    def forward(self, x: Tensor) -> Any:
+        x = self.stem(x).relu()
+        paths = torch.stack([path(x) for path in self.paths], dim=1)
+        weights = self.select(self.reduce(paths.sum(1).mean((2, 3), keepdim=True)).relu())
+        weights = weights.view(len(x), 2, self.width, 1, 1).softmax(dim=1)
+        return self.head((paths * weights).sum(1).mean((2, 3)))
+
+
+class CrossCovariance(nn.Module):
+    """XCiT: attention between the channels of a head instead of between tokens."""
+
+    def __init__(self, width: int = 16, heads: int = 2) -> None:
+        super().__init__()
+        self.width, self.heads = width, heads
+        self.embed, self.qkv = nn.Linear(5, width), nn.Linear(width, 3 * width)
+        self.temperature = nn.Parameter(torch.ones(heads, 1, 1))
+        self.out, self.head = nn.Linear(width, width), nn.Linear(width, 3)
+
+    def forward(self, x: Tensor) -> Any:
+        x = self.embed(x)
+        batch, length, _ = x.shape
+        parts = self.qkv(x).reshape(batch, length, 3, self.heads, self.width // self.heads)
+        q, k, v = parts.permute(2, 0, 3, 4, 1).unbind(0)
+        scores = F.normalize(q, dim=-1) @ F.normalize(k, dim=-1).transpose(-2, -1)
+        seen = (scores * self.temperature).softmax(-1) @ v
+        seen = seen.permute(0, 3, 1, 2).reshape(batch, length, self.width)
+        return self.head(x + self.out(seen)).mean(1)
+
+
 @dataclass(frozen=True)
 class Case:
     """An architecture, an input for it, and whether a cut equals the masked full model.
@@ -532,4 +724,12 @@ ZOO: dict[str, Case] = {
     "squeezed": Case(Squeezed, images),
     "head_size": Case(HeadSize, sequences),
     "shuffle_by_size": Case(ShuffleBySize, images),
+    "parts_by_number": Case(PartsByNumber, images),
+    "halves_shuffled": Case(HalvesShuffled, images),
+    "squeeze_excite": Case(SqueezeExcite, images, masked_equal=False),
+    "decoder": Case(Decoder, sequences, masked_equal=False),
+    "keys_and_values": Case(KeysAndValues, sequences),
+    "windows": Case(Windows, images, masked_equal=False),
+    "selective_kernels": Case(SelectiveKernels, images),
+    "cross_covariance": Case(CrossCovariance, sequences, masked_equal=False),
 }

@@ -14,7 +14,7 @@ from typer.main import get_command
 
 from anycostfl import __version__
 from anycostfl.cli import build_app
-from anycostfl.cli._console import out, print_table
+from anycostfl.cli._console import amount, out, print_table
 
 APP = cast(click.Group, get_command(build_app()))
 COMMANDS = sorted(APP.commands)
@@ -53,6 +53,27 @@ def test_what_needs_no_torch_does_not_wait_for_it(
     command = [sys.executable, "-c", program, *words]
     done = subprocess.run(command, capture_output=True, text=True, check=True, cwd=tmp_path)
     assert told in done.stdout + done.stderr
+
+
+@pytest.mark.parametrize(
+    ("value", "unit", "shown"),
+    [
+        (0.0, "J", "0 J"),
+        (2.5e-9, "J", "0.0025 µJ"),
+        (0.0347, "J", "34.7 mJ"),
+        (0.99949, "s", "999 ms"),
+        (0.9996, "s", "1 s"),
+        (59.0, "s", "59 s"),
+        (5400.0, "s", "1.5 h"),
+        (7e5, "s", "194 h"),
+        (999.6, "B", "1 kB"),
+        (2_239_400_000.0, "B", "2.24 GB"),
+        (-1500.0, "J", "-1.5 kJ"),
+        (3.6e10, "J", "36,000 MJ"),
+    ],
+)
+def test_an_amount_has_the_unit_that_fits(value: float, unit: str, shown: str) -> None:
+    assert amount(value, unit) == shown
 
 
 def test_a_title_is_one_line_and_columns_without_names_have_no_head() -> None:

@@ -55,3 +55,33 @@ def test_anybodys_model_can_be_inspected(call: Call, tmp_path: Path) -> None:
     code, _, complaint = call(*model, "--input", "seven")
     assert code == 2
     assert "shape of one sample" in complaint
+
+
+def test_a_function_may_bring_its_inputs_and_obstacles_are_named(
+    call: Call, tmp_path: Path
+) -> None:
+    """Tokens are no random numbers; a product of 12 channels that no rule knows is pinned."""
+    (tmp_path / "words.py").write_text(
+        "import torch\n"
+        "from torch import nn\n"
+        "class Words(nn.Module):\n"
+        "    def __init__(self):\n"
+        "        super().__init__()\n"
+        "        self.embed, self.a = nn.Embedding(9, 8), nn.Linear(8, 12)\n"
+        "        self.b, self.head = nn.Linear(12, 20), nn.Linear(20, 3)\n"
+        "    def forward(self, x):\n"
+        "        h = self.a(self.embed(x).mean(1))\n"
+        "        return self.head(self.b(torch.cdist(h, h) @ h).relu())\n"
+        "def make():\n"
+        "    return Words(), torch.randint(9, (2, 5))\n"
+    )
+    code, text, _ = call("inspect", "--model", "words:make", "--json")
+    assert code == 0
+    document = json.loads(text)
+    assert {group["name"] for group in document["groups"]} == {"embed", "b"}
+    assert document["coverage"]["parameters"] == 1 - (12 + 3) / (72 + 108 + 260 + 63)
+    assert 0 < document["coverage"]["training_flops"] < 1
+    assert document["would_raise_it"][0]["operation"] == "_cdist_forward"
+    assert document["trace_cpu_seconds"] > 0
+    _, shown, _ = call("inspect", "--model", "words:make")
+    assert "Would raise it: _cdist_forward" in shown

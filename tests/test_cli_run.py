@@ -26,7 +26,7 @@ def test_a_run_leaves_a_folder_whose_configuration_repeats_it(call: Call, tmp_pa
     done = program("run", *sets(tmp_path, "run.rounds=2"), "--workers", "1", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     assert "round    2  accuracy" in done.stdout
-    assert re.search(r"MB up \(1/\d+ of whole models\), [\d.]+ MB down", done.stdout)
+    assert re.search(r"[kM]B up \(1/\d+ of whole models\), [\d.,]+ [kMG]B down", done.stdout)
     names = {path.name for path in (tmp_path / "runs/demo-1").iterdir()}
     assert names == {
         "config.toml", "environment.json", "rounds.jsonl", "rounds.copy.jsonl", "timing.jsonl",
@@ -58,14 +58,14 @@ def test_the_summary_of_a_run_in_words() -> None:
     }
     usual = {
         "accuracy": "81.25 %, at best 83.80 %",
-        "cost": "0.915 simulated minutes, 1,234 kJ",
-        "bytes": "82.3 MB up, 2,239 MB down",
+        "cost": "54.9 s simulated, 1.23 MJ",
+        "bytes": "82.3 MB up, 2.24 GB down",
         "on average": "α 0.72, β 0.0330",
-        "to 80.00 %": "35 rounds, 0.582 simulated minutes, 175 kJ",
+        "to 80.00 %": "35 rounds, 34.9 s simulated, 175 kJ",
     }
     assert in_words(summary, ACCURACY) == usual
     of_real_devices = in_words(summary, ACCURACY, real=True)
-    assert of_real_devices["cost"] == "0.915 minutes, 1,234 kJ by the profiles"
+    assert of_real_devices["cost"] == "54.9 s, 1.23 MJ by the profiles"
     unlucky = summary | {
         "final": None,
         "rounds_to_target": None,

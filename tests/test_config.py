@@ -451,7 +451,8 @@ def changed(settings: config.Config, key: str) -> config.Config:
     *section, name = key.split(".")
     inner: Any = copy.copy(getattr(settings, section[0]) if section else settings)
     value = getattr(inner, name)
-    choices = {"evaluate": "devices", "partition": "iid"}  # checked again in the fingerprint
+    # checked again in the fingerprint
+    choices = {"evaluate": "devices", "partition": "iid", "budgets": "strict"}
     if isinstance(value, bool) or value is None:
         value = not value
     elif isinstance(value, int | float):

@@ -1,6 +1,7 @@
 """Simulated fleets: reproducible draws, the stated distributions, the paper's table."""
 
 from dataclasses import replace
+from functools import partial
 
 import numpy as np
 import pytest
@@ -9,7 +10,7 @@ from anycostfl import config
 from anycostfl.errors import ConfigError, UnknownNameError
 from anycostfl.planning import draw, planner
 
-SPEC = config.load_preset("fmnist-iid").fleet
+SPEC = config.config.load_preset("fmnist-iid").fleet
 ROUNDS = 400
 
 # s per round, J per round, mean α, upload / S: the paper's result table divided by its rounds
@@ -23,7 +24,7 @@ TABLE = {
 
 @pytest.mark.parametrize("preset", sorted(TABLE))
 def test_preset_reproduces_the_papers_table(preset: str) -> None:
-    settings = config.load_preset(preset)
+    settings = config.config.load_preset(preset)
     plans = []
     for index in range(ROUNDS):
         cohort = draw.draw_cohort(settings.fleet, seed=0, round_index=index)
@@ -142,3 +143,13 @@ def test_a_placed_device_has_the_cells_radio() -> None:
 def test_ten_thousand_devices_are_cheap() -> None:
     spec = replace(SPEC, devices=10_000, cohort=1_000)
     assert len(draw.draw_cohort(spec, seed=0, round_index=0).devices) == 1_000
+
+
+def test_some_are_drawn_only_where_the_others_do_not_suffice() -> None:
+    spec = config.load_preset("demo", ["fleet.devices=10", "fleet.cohort=4"]).fleet
+    draws = partial(draw.choose, spec, seed=0, round_index=3)
+    usual = draws(range(10)).tolist()
+    last = set(usual[:2])
+    assert not last & set(draws(range(10), last=last).tolist())
+    assert set(draws({*usual, 9}, last=last).tolist()) >= last - {9}
+    assert draws(range(10), last=range(10)).tolist() == usual

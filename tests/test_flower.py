@@ -20,6 +20,7 @@ from flwr.app import ArrayRecord, Error, Message, RecordDict
 from torch import Tensor
 
 from anycostfl import methods, models
+from anycostfl.cli.serve import _check_close_after
 from anycostfl.codec import compress
 from anycostfl.codec.dense import pack_dense
 from anycostfl.config import Config
@@ -472,14 +473,16 @@ def test_a_task_that_is_not_taken_does_not_end_the_round_early(tmp_path: Path) -
     ready: dict[str, float] = {}  # when the reply of the slow device is there
 
     def push_all_but_one(messages: Iterable[Message]) -> Iterable[str]:
-        (letter,) = messages
+        return [push_one(message) for message in messages]
+
+    def push_one(letter: Message) -> str:
         if "task" in letter.content and letter.metadata.dst_node_id == FIRST_NODE + 1:
             grid.online.discard(FIRST_NODE + 1)  # its key was just removed
-            return [""]
+            return ""
         (name,) = push([letter])
         if "task" in letter.content and letter.metadata.dst_node_id == FIRST_NODE + 4:
             ready[name] = time.monotonic() + 3 * fleet.REFRESH_S
-        return [name]
+        return name
 
     def pull_what_is_ready(message_ids: Iterable[str]) -> Iterable[Message]:
         return pull([name for name in message_ids if ready.get(name, 0.0) < time.monotonic()])
@@ -879,3 +882,75 @@ def test_samples_that_need_no_preparation_train_as_simulated(
     own = (f'data.name="{tmp_path / "tokens.npz"}"', "model.name=words", "limits.beta_max=1")
     config = config_of(tmp_path, *own, f"data.evaluate={evaluate}")
     assert_same(over_flower(config), list(simulate(config)))
+
+
+def test_questions_go_out_in_one_request_and_late_answers_count(tmp_path: Path) -> None:
+    """A question is repeated while its answer is on its way; whichever comes first is taken."""
+    held: list[Message] = []
+
+    def slow(_device: int, sent: Message, reply: Message) -> Message | None:
+        if sent.metadata.message_type == "query":
+            held.append(reply)
+            return None
+        return reply
+
+    grid = LocalGrid(5, slow)
+    pushes: list[int] = []
+    push = grid.push_messages
+
+    def counted(messages: Iterable[Message]) -> Iterable[str]:
+        known = list(messages)
+        pushes.append(len(known))
+        return push(known)
+
+    grid.push_messages = counted  # type: ignore[method-assign]
+    config = config_of(tmp_path)
+    experiment = build_experiment(config, load_data(config))
+    there = fleet.FlowerFleet(grid, experiment, QUICK, start=first_state(experiment))
+    there._wait(lambda: len(held) == 5, time.monotonic() + 10)
+    assert pushes == [5]
+    there._question(sorted(grid.online))
+    assert [known.asked for known in there._nodes.values()] == [2] * 5
+    first = next(iter(there._questions))
+    there._handle(first, held[0])  # the answer to the first question, after the second was asked
+    assert list(there.devices()) == [0]
+    assert first not in there._questions
+
+
+def held_back(tmp_path: Path, policy: RoundPolicy, rounds: int) -> list[RoundResult]:
+    """Five devices, of which the last answers its first task only during the second round."""
+    config = config_of(tmp_path, f"run.rounds={rounds}")
+    grid = LocalGrid(5)
+    pull = grid.pull_messages
+
+    def pull_later(ids: Iterable[str]) -> Iterable[Message]:
+        over = any(m.metadata.group_id == "1" and "task" in m.content for _, m in grid.sent)
+        return pull([name for name in ids if over or not is_late(name)])
+
+    def is_late(name: str) -> bool:
+        device, message = grid.sent[int(name.removeprefix("message-"))]
+        return device == 4 and message.metadata.group_id == "0" and "task" in message.content
+
+    grid.pull_messages = pull_later  # type: ignore[method-assign]
+    return list(serve_rounds(config, grid, policy))
+
+
+def test_a_round_may_close_early_and_late_replies_are_recorded(tmp_path: Path) -> None:
+    begin = time.monotonic()
+    results = held_back(tmp_path, replace(QUICK, close_after=4), 3)
+    assert time.monotonic() - begin < QUICK.deadline_s  # which it would have waited for
+    first = results[0].record.devices
+    assert [d.explained for d in first] == ["ok"] * 4 + [
+        "missing: closed: the round was closed without it"
+    ]
+    assert results[0].state.suspensions.drawn_last(1) == set()
+    later = [
+        d.explained for r in results[1:] for d in r.record.devices if d.status is Status.UNUSED
+    ]
+    assert later == ["unused: late: its reply to round 1 came after that was closed"]
+
+
+def test_a_round_closes_early_only_with_the_replies_it_needs(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"--close-after: given 1, must be 0 \(all\) or 2"):
+        _check_close_after(config_of(tmp_path), 1, 2)
+    _check_close_after(config_of(tmp_path), 5, 2)

@@ -20,7 +20,7 @@ from anycostfl.records.round import DeviceRecord
 from flower_grid import LocalGrid, Tamper, honest
 from small_runs import small_config
 
-QUICK = RoundPolicy(deadline_s=60.0, patience_s=1.0)
+PATIENT = RoundPolicy(deadline_s=60.0, patience_s=60.0)
 
 
 def config_of(folder: Path, *more: str) -> Config:
@@ -28,11 +28,13 @@ def config_of(folder: Path, *more: str) -> Config:
     return resolve(small_config(folder, *two, *more))
 
 
-def run(config: Config, setups: list[Setup], tamper: Tamper = honest) -> list[RoundResult]:
+def run(
+    config: Config, setups: list[Setup], tamper: Tamper = honest, policy: RoundPolicy = PATIENT
+) -> list[RoundResult]:
     grid = LocalGrid(len(setups), tamper)
     for context, setup in zip(grid.contexts.values(), setups, strict=True):
         context.node_config |= setup.node_config()
-    return list(serve_rounds(config, grid, QUICK))
+    return list(serve_rounds(config, grid, policy))
 
 
 def of(results: list[RoundResult], device: int) -> list[DeviceRecord]:
@@ -101,4 +103,4 @@ def test_an_offer_outside_the_limits_is_no_offer(tmp_path: Path) -> None:
         return reply
 
     with pytest.raises(NotEnoughDevicesError, match="an offer outside the limits: beta: offered"):
-        run(config_of(tmp_path), setups(tmp_path), greedy)
+        run(config_of(tmp_path), setups(tmp_path), greedy, replace(PATIENT, patience_s=2.0))

@@ -52,7 +52,10 @@ from anycostfl.flower.device import (
 )
 from anycostfl.flower.fleet import RoundPolicy
 from anycostfl.flower.keys import (
+    AUTHORITY_DAYS,
+    SERVER_DAYS,
     KeyFolder,
+    check_expiry,
     make_keys,
     names_of,
     private_key,
@@ -273,6 +276,87 @@ def test_a_certificate_about_to_expire_is_renewed(
     assert make_keys(tmp_path, [], []) == [KeyFolder(tmp_path).certificate]
     assert "10.0.0.7" in names_of(KeyFolder(tmp_path).certificate)
     assert make_keys(tmp_path, [], []) == []
+
+
+def test_certificates_that_end_are_warned_about_and_refused_once_they_have(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    keys, real = KeyFolder(tmp_path), datetime.now(UTC)
+    make_keys(tmp_path, ["10.0.0.7"], [])
+    assert check_expiry(keys) == []
+
+    def in_days(days: int) -> None:
+        moved = SimpleNamespace(now=lambda _zone: real + timedelta(days=days))
+        monkeypatch.setattr("anycostfl.flower.keys.datetime", moved)
+
+    in_days(SERVER_DAYS - 29)
+    (warning,) = check_expiry(keys)
+    assert f"{keys.certificate} expires on " in warning
+    in_days(SERVER_DAYS + 1)
+    with pytest.raises(ConfigError, match=r"server\.crt: expired on .* Renew it with"):
+        check_expiry(keys)
+    with pytest.raises(ConfigError, match="expired on"):
+        build_app()(["serve", "--keys", str(tmp_path)], standalone_mode=False)
+    in_days(AUTHORITY_DAYS + 1)
+    assert len(check_expiry(keys, strict=False)) == 2
+
+
+def test_the_authoritys_key_may_have_a_passphrase(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def make(*arguments: str) -> None:
+        build_app()(["keys", "--out", str(tmp_path), *arguments], standalone_mode=False)
+
+    make("--host", "10.0.0.7", "pi")
+    monkeypatch.setenv("ANYCOSTFL_PASSPHRASE", "correct horse battery")
+    make("--passphrase")
+    key = KeyFolder(tmp_path).authority_key
+    assert b"ENCRYPTED" in key.read_bytes()
+    assert stat.S_IMODE(key.stat().st_mode) == 0o600
+    make("nano")  # devices need no authority
+    with pytest.raises(ConfigError, match="give its passphrase with --passphrase"):
+        make("--host", "10.0.0.8")
+    monkeypatch.setenv("ANYCOSTFL_PASSPHRASE", "another passphrase")
+    with pytest.raises(ConfigError, match="this is not its passphrase"):
+        make("--host", "10.0.0.8", "--passphrase")
+    monkeypatch.setenv("ANYCOSTFL_PASSPHRASE", "correct horse battery")
+    make("--host", "10.0.0.8", "--passphrase")
+    assert "10.0.0.8" in names_of(KeyFolder(tmp_path).certificate)
+    monkeypatch.setenv("ANYCOSTFL_PASSPHRASE", "short")
+    with pytest.raises(ConfigError, match="at least 12"):
+        make("--passphrase")
+
+
+def test_leaked_keys_are_replaced(tmp_path: Path) -> None:
+    keys = KeyFolder(tmp_path)
+    make_keys(tmp_path, ["10.0.0.7"], ["a", "b"])
+    before = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
+
+    def make(*arguments: str) -> set[str]:
+        build_app()(["keys", "--out", str(tmp_path), *arguments], standalone_mode=False)
+        found = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
+        changed = {path.name for path, _ in before.items() ^ found.items()}
+        before.clear()
+        before.update(found)
+        return changed
+
+    assert make("--renew", "a") == {"a", "a.pub"}
+    assert make("--revoke", "b") == {"b", "b.pub"}
+    assert list(keys.registered()) == ["a"]
+    assert make("--renew-server") == {"server.key", "server.crt"}
+    assert "10.0.0.7" in names_of(keys.certificate)
+    assert make("--renew-authority") == {"ca.crt", "ca.key", "server.key", "server.crt"}
+    assert "10.0.0.7" in names_of(keys.certificate)
+    with pytest.raises(ConfigError, match="no key of b"):
+        make("--revoke", "b")
+
+
+def test_a_certificate_that_has_expired_is_said_to_have() -> None:
+    def refuse() -> None:
+        raise httpx.ConnectError("[SSL] certificate verify failed: certificate has expired")
+
+    with pytest.raises(node.RefusedError, match="is not valid today"):
+        node.patiently(Address("server:1", None, None), refuse)
 
 
 def test_the_folder_of_keys_is_followed_whatever_is_done_to_it(
@@ -806,9 +890,27 @@ def test_a_device_with_a_wrong_clock_uses_the_servers() -> None:
     assert server.asked == 7
 
 
+def test_a_device_signs_no_time_far_in_the_future() -> None:
+    signature = Signature(ec.generate_private_key(ec.SECP384R1()))
+    server, latest = StrictServer(timedelta(days=3650)), datetime.now(UTC)
+
+    def oracle(context: Any) -> httpx.Response:
+        nonlocal latest
+        latest = max(latest, datetime.fromisoformat(context.request.headers[TIMESTAMP_HEADER]))
+        return server(context)
+
+    request = SimpleNamespace(request=httpx.Request("POST", "http://server"))
+    for days in (3650, 2):
+        server.ahead = timedelta(days=days)
+        assert signature.intercept(request, oracle).status_code == 401
+    assert latest < datetime.now(UTC) + timedelta(minutes=1)
+    server.ahead = timedelta(hours=20)
+    assert signature.intercept(request, oracle).status_code == 200
+
+
 def test_two_threads_that_are_refused_at_once_both_sign_again() -> None:
     signature = Signature(ec.generate_private_key(ec.SECP384R1()))
-    server = StrictServer(timedelta(days=3))
+    server = StrictServer(timedelta(hours=3))
     nested: list[Any] = []
 
     def busy(context: Any) -> httpx.Response:

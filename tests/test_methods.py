@@ -48,21 +48,24 @@ def compressing() -> list[str]:
     return [name for name, plan in plans.items() if plan.beta.max() < 1]
 
 
-def test_all_but_fedavg_compress() -> None:
+def test_all_but_fedavg_and_its_kin_compress() -> None:
     assert {"anycostfl", "anycostfl+", "stc", "heterofl"} < set(compressing())
-    assert "fedavg" not in compressing()
+    assert not DENSE & set(compressing())
 
 
 # --- every method ---------------------------------------------------------------------------------
 
-UNMASKED = {"fedavg", "fedhq", "heterofl", "heterofl/without-scaler", "qsgd", "stc", "uveqfed"}
-UNMASKED |= {"anycostfl/without-aio"}
-BY_SAMPLES = {"fedavg", "fedhq", "qsgd", "uveqfed"}
+DENSE = {"fedavg", "fedavg/one-width", "fedavg/the-able", "fedavgm", "fedadam", "fedyogi"}
+DENSE |= {"fedprox", "fednova"}
+UNMASKED = DENSE | {"fedhq", "heterofl", "heterofl/without-scaler", "qsgd", "stc", "uveqfed"}
+UNMASKED |= {"anycostfl/without-aio", "fedrolex", "fjord"}
+BY_SAMPLES = DENSE | {"fedhq", "qsgd", "uveqfed"}
+BY_SAMPLES |= {*methods.variants("anycostfl+")} - {"anycostfl+/without-samples"}
 
 
 @pytest.mark.parametrize("name", [x for n in methods.names() for x in (n, *methods.variants(n))])
 def test_what_is_not_sent_counts_as_zero_but_for_all_in_one_aggregation(name: str) -> None:
-    method, beta = methods.load(name), 1.0 if name in ("fedavg", "anycostfl/without-fgc") else 0.03
+    method, beta = methods.load(name), 1.0 if name in {*DENSE, "anycostfl/without-fgc"} else 0.03
     payload = method.encode(update(), Upload(beta, 7, b"plan", codec=method.codec))
     decoded = method.decode(payload, SHAPES, ISSUED)
     everywhere = all(bool(mask.all()) for mask in decoded.masks.values())
@@ -98,7 +101,7 @@ def test_payloads_fill_the_budget_and_never_exceed_it(name: str, beta: float) ->
 def test_what_is_encoded_can_be_decoded_up_to_the_largest_float(name: str) -> None:
     method, largest = methods.load(name), float(np.finfo(np.float32).max)
     ends = {n: torch.where(u > 0, largest, -0.9 * largest) for n, u in update().items()}
-    payload = method.encode(ends, Upload(1.0 if name == "fedavg" else 0.1, 7, b"plan"))
+    payload = method.encode(ends, Upload(1.0 if name in DENSE else 0.1, 7, b"plan"))
     assert np.isfinite(vector(method.decode(payload, SHAPES, ISSUED).values)).all()
 
 
@@ -122,7 +125,7 @@ def test_a_payload_of_another_plan_is_refused(name: str) -> None:
 @given(data=st.data(), name=st.sampled_from(methods.names()))
 def test_damaged_payloads_are_refused(data: st.DataObject, name: str) -> None:
     method = methods.load(name)
-    payload = method.encode(update(), Upload(0.06 if name != "fedavg" else 1, 7, b"plan"))
+    payload = method.encode(update(), Upload(0.06 if name not in DENSE else 1, 7, b"plan"))
     at = data.draw(st.integers(0, len(payload) - 1))
     damaged = (
         payload[:at] + bytes([payload[at] ^ data.draw(st.integers(1, 255))]) + payload[at + 1 :]

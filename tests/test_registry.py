@@ -109,14 +109,14 @@ def test_a_custom_file_cannot_take_the_name_of_a_package_file(
     monkeypatch.setenv("ANYCOSTFL_PATH", str(tmp_path))
     mine = tmp_path / "models" / "cnn.py"
     assert f"{mine} has the name of one of the package's models; rename it" in told_of("cnn")
-    assert "'cnn', 'digit_cnn'" in told_of("vgg9")
+    assert "'cnn', 'cnn_half'" in told_of("vgg9")
 
 
-def told_of(model: str) -> str:
+def told_of(model: str, env: dict[str, str] | None = None) -> str:
     """What a fresh process says of all models and of this one."""
     program = f"from anycostfl import models; print(models.names(), models.load({model!r}).summary)"
     command = [sys.executable, "-c", program]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    done = subprocess.run(command, env=env, capture_output=True, text=True, check=False)
     return done.stdout + done.stderr
 
 
@@ -126,3 +126,58 @@ def test_an_unknown_name_lists_the_folders_searched(monkeypatch: pytest.MonkeyPa
         UnknownNameError, match=r"no method 'half'; there are anycostfl, .*elsewhere"
     ):
         methods.load("half")
+
+
+def install_plugin(folder: Path, points: str, files: dict[str, str]) -> dict[str, str]:
+    """A distribution as pip would leave it; the environment in which Python finds it."""
+    for name, text in {"plug-1.0.dist-info/entry_points.txt": points, **files}.items():
+        (folder / name).parent.mkdir(exist_ok=True)
+        (folder / name).write_text(text)
+    (folder / "plug-1.0.dist-info/METADATA").write_text("Name: plug\nVersion: 1.0\n")
+    return {**os.environ, "PYTHONPATH": str(folder)}
+
+
+def test_an_installed_distribution_adds_methods_models_tasks_and_profiles(tmp_path: Path) -> None:
+    points = "".join(
+        f"[anycostfl.{kind}]\n{name} = {where}\n"
+        for kind, name, where in [
+            ("methods", "half", "plug.half"),
+            ("models", "tiny", "plug.tiny"),
+            ("tasks", "two-rows", "plug.rows"),
+            ("profiles", "board", "plug"),
+        ]
+    )
+    blocks = re.findall(r"```python\n# (mine/\S+)\n(.*?)```", DOCUMENT.read_text(), re.S)
+    documented = {Path(name).name: text for name, text in blocks}
+    task = (
+        "import torch\nfrom anycostfl import Task\nx, y = torch.rand(20, 2), torch.arange(20) % 2"
+    )
+    board = (Path(models.__file__).parents[1] / "profiles/jetson-nano.toml").read_text()
+    env = install_plugin(
+        tmp_path,
+        points,
+        {
+            "plug/__init__.py": "",
+            "plug/half.py": documented["half.py"],
+            "plug/tiny.py": documented["tiny.py"],
+            "plug/rows.py": f"{task}\nTASK = Task(train=(x, y))",
+            "plug/board.toml": board,
+        },
+    )
+    found = json.loads(anycostfl_list(env))
+    assert "(your own)" in found["methods"]["half"]
+    assert "(your own)" in found["models"]["tiny"]
+    assert "two-rows" in found["tasks"]
+    assert found["profiles"]["board"] == found["profiles"]["jetson-nano"]
+
+
+def test_a_plugin_cannot_take_the_name_of_a_package_file(tmp_path: Path) -> None:
+    points = "[anycostfl.models]\ncnn = plug\n"
+    env = install_plugin(tmp_path, points, {"plug/__init__.py": "MODEL = 1"})
+    told = told_of("cnn", env)
+    assert "the entry point anycostfl.models: cnn = plug has the name of another" in told
+
+
+def anycostfl_list(env: dict[str, str]) -> str:
+    command = [sys.executable, "-m", "anycostfl", "list", "--json"]
+    return subprocess.run(command, env=env, capture_output=True, text=True, check=True).stdout

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import itertools
 import math
+from collections.abc import Callable
 from functools import cache
 from types import SimpleNamespace
 from typing import cast
@@ -27,7 +28,7 @@ from anycostfl import (
     models,
     recalibrate,
 )
-from anycostfl.shrink import widths
+from anycostfl.shrink import verify, widths
 from anycostfl.shrink.widths import TiedWidths
 from anycostfl.state import tensors_of
 from architectures import ZOO
@@ -78,9 +79,15 @@ def test_heads_of_all_layers_are_tied_to_the_width(layers: int, width: int, head
         assert net.shrink(alpha).module.train()(torch.randn(3, 6, 5)).shape == (3, 3)
 
 
-def test_a_part_that_is_taken_by_number_keeps_its_place() -> None:
-    net = ElasticModel(ZOO["literal_slice"].build(), ZOO["literal_slice"].example(2))
-    assert net.plan(0.1).widths.keys() == {"fc1[8:]"}
+def test_a_part_that_is_taken_by_number_follows_its_channels() -> None:
+    """h[:, 8:] is h[:, 5:] where 5 of the first 8 channels are left."""
+    module = ZOO["literal_slice"].build()
+    net = ElasticModel(module, ZOO["literal_slice"].example(2))
+    assert net.plan(0.4).widths == {"fc1": 5, "fc1[8:]": 5}
+    sub, x = net.shrink(0.4), ZOO["literal_slice"].example(3)
+    fc1, fc2 = (sub.module.get_submodule(name) for name in ("fc1", "fc2"))
+    h = fc1(x).relu()
+    assert torch.equal(sub.module(x), fc2(h * torch.sigmoid(h[:, 5:].mean(1, keepdim=True))))
 
 
 def test_tensors_that_share_memory_only_are_refused() -> None:
@@ -522,7 +529,7 @@ def test_a_model_that_cannot_be_copied_is_pinned_not_broken() -> None:
 
 
 def test_sizes_that_cannot_be_repaired_are_pinned_with_the_reason() -> None:
-    """A literal size behind a branch on the data: no graph, so those channels stay."""
+    """A model that insists on its number of channels: those stay."""
 
     class Stubborn(nn.Module):
         def __init__(self) -> None:
@@ -530,8 +537,9 @@ def test_sizes_that_cannot_be_repaired_are_pinned_with_the_reason() -> None:
             self.conv, self.fc1, self.fc2 = nn.Conv2d(1, 8, 3), nn.Linear(72, 10), nn.Linear(10, 2)
 
         def forward(self, x: Tensor) -> Tensor:
-            y = self.conv(x)
-            y = y.view(-1, 72) if float(y.detach().sum()) != 0 else y.flatten(1)
+            y = self.conv(x).flatten(1)
+            if y.shape[1] != 72:
+                raise ValueError("expected 72 features")
             result: Tensor = self.fc2(F.relu(self.fc1(y)))
             return result
 
@@ -542,7 +550,7 @@ def test_sizes_that_cannot_be_repaired_are_pinned_with_the_reason() -> None:
 
 
 class Flat(nn.Module):
-    """A literal size, and something that a captured graph gets wrong."""
+    """A literal size, and an argument that may be left out."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -554,35 +562,147 @@ class Flat(nn.Module):
         return out
 
 
-def test_an_argument_left_out_is_no_tensor() -> None:
+def test_a_literal_size_is_replaced_for_any_batch_and_branch() -> None:
     net = ElasticModel(Flat(), torch.randn(2, 1, 5, 5))
-    assert net.coupling.full() == {"fc1": 10}
-    assert not net.rewritten
+    assert net.coupling.full() == {"conv": 8, "fc1": 10}
+    assert net.rewritten
+    sub, x = net.shrink(0.25).module, torch.randn(7, 1, 5, 5)
+    conv, fc1, fc2 = (sub.get_submodule(name) for name in ("conv", "fc1", "fc2"))
+    wanted = fc2(F.relu(fc1(conv(x).flatten(1))))
+    assert torch.equal(sub(x), wanted)
+    assert torch.equal(copy.deepcopy(sub)(x, torch.ones(1)), wanted)
 
 
-def test_a_graph_that_misses_a_hook_is_not_used() -> None:
-    class Hooked(Flat):
-        def forward(self, x: Tensor, _mask: Tensor | None = None) -> Tensor:
-            return super().forward(x)
+def test_a_failure_inside_leaves_no_replacement_on() -> None:
+    sub = ElasticModel(Flat(), torch.randn(2, 1, 5, 5)).shrink(0.25).module
+    with pytest.raises(RuntimeError):
+        sub(torch.randn(2, 3, 5, 5))
+    assert torch.ones(2, 72).view(-1, 72).shape == (2, 72)
+    assert sub(torch.randn(3, 1, 5, 5)).shape == (3, 2)
 
-    plain, hooked = Hooked(), Hooked()
-    hooked.register_forward_pre_hook(lambda _, given: (given[0] * 3 - 1,))
-    x = torch.randn(2, 1, 5, 5)
-    assert ElasticModel(plain, x).rewritten
-    net = ElasticModel(hooked.eval(), x)
-    assert torch.equal(net.shrink(1.0).module(x), hooked(x))
+
+class Layered(nn.Module):
+    """The same block several times; training skips some, as LayerDrop does."""
+
+    def __init__(self, blocks: int) -> None:
+        super().__init__()
+        self.embed, self.head, self.skip = nn.Linear(5, 16), nn.Linear(16, 3), 1
+        self.blocks = nn.ModuleList(
+            nn.ModuleDict({"up": nn.Linear(16, 24), "down": nn.Linear(12, 16)})
+            for _ in range(blocks)
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.embed(x)
+        for number, block in enumerate(self.blocks):
+            assert isinstance(block, nn.ModuleDict)
+            if not (self.training and number == self.skip):
+                gate, value = block["up"](x)[:, :12], block["up"](x)[:, -12:]
+                x = x + block["down"](gate.sigmoid() * value)
+        out: Tensor = self.head(x)
+        return out
+
+
+def test_a_skipped_block_leaves_the_sizes_of_the_others_alone() -> None:
+    net = ElasticModel(Layered(3), torch.randn(2, 5))
+    assert net.rewritten
+    assert len(net.coupling.groups) == 4
+    assert net.shrink(0.3).module.train()(torch.randn(4, 5)).shape == (4, 3)
+
+
+@pytest.mark.parametrize("build", [ZOO["decoder"].build, ZOO["halves_shuffled"].build])
+def test_equal_blocks_are_repaired_together(
+    build: Callable[..., nn.Module], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Eight blocks need hardly more trial cuts than two: only two more for each doubling."""
+    tried: list[int] = []
+    plain = verify._try_cut
+    monkeypatch.setattr(verify, "_try_cut", lambda *a: tried.append(1) or plain(*a))
+    example = ZOO["decoder" if build is ZOO["decoder"].build else "halves_shuffled"].example(2)
+    counts = []
+    for blocks in (2, 8):
+        tried.clear()
+        ElasticModel(build(blocks), example)
+        counts.append(len(tried))
+    assert counts[1] <= counts[0] + 8
+
+
+def test_a_standardised_weight_keeps_all_its_channels_free() -> None:
+    net = ElasticModel(ZOO["squeeze_excite"].build(), ZOO["squeeze_excite"].example(2))
+    assert net.coupling.full() == {"stem": 16, "squeeze": 4, "conv": 12}
+
+
+# --- frozen and whole parts ---------------------------------------------------------------------
+
+
+class Adapted(nn.Module):
+    """A base and a low-rank adapter beside one of its layers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.base = nn.Sequential(nn.Linear(6, 16), nn.ReLU(), nn.Linear(16, 12))
+        self.down, self.up = nn.Linear(6, 8, bias=False), nn.Linear(8, 12, bias=False)
+        self.head = nn.Linear(12, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.head((self.base(x) + self.up(self.down(x))).relu())
+        return out
+
+
+def test_a_frozen_base_is_neither_sorted_nor_cut_nor_sent() -> None:
+    module = Adapted()
+    before = {n: t.clone() for n, t in tensors_of(module).items()}
+    net = ElasticModel(module, torch.randn(2, 6), freeze=["base.*"])
+    assert net.coupling.full() == {"down": 8}
+    net.sort_channels()
+    sub = net.shrink(0.25)
+    assert sub.plan.widths == {"down": 4}
+    for name in ("base.0.weight", "base.2.bias"):
+        assert torch.equal(tensors_of(sub.module)[name], before[name])
+    assert set(net.trained_names) == {"down.weight", "up.weight", "head.weight", "head.bias"}
+    assert net.size_bits == 32 * (6 * 8 + 8 * 12 + 12 * 3 + 3)
+    assert {str(pin.reason) for pin in net.coupling.pins if pin.tensor == "base.0.weight"} >= {
+        "freeze: is frozen"
+    }
+
+
+def test_what_is_frozen_costs_no_weight_gradients() -> None:
+    """Forward 2·(6·16 + 16·12), no gradient of the base's weights, nor of what enters it."""
+    net = ElasticModel(Adapted(), torch.randn(2, 6), freeze=["base.*"])
+    base = 2 * (6 * 16 + 16 * 12)
+    down, up, head = 2 * 6 * 8, 2 * 8 * 12, 2 * 12 * 3
+    assert net.training_flops == base + 2 * down + 3 * up + 3 * head
+
+
+def test_freeze_true_means_what_requires_no_gradient() -> None:
+    module = Adapted()
+    module.base.requires_grad_(False)
+    assert ElasticModel(module, torch.randn(2, 6), freeze=True).coupling.full() == {"down": 8}
+    cut = ElasticModel(module, torch.randn(2, 6)).coupling.full()
+    assert cut == {"base.0": 16, "base.2": 12, "down": 8}
+
+
+def test_what_is_kept_whole_is_trained_all_the_same() -> None:
+    net = ElasticModel(Adapted(), torch.randn(2, 6), keep=["base.2.*"])
+    assert net.coupling.full() == {"down": 8}
+    assert "base.2.weight" in net.trained_names
+
+
+def test_a_pattern_that_matches_nothing_is_a_mistake() -> None:
+    with pytest.raises(UnknownNameError, match=r"freeze: no tensor matches 'bass\.\*'"):
+        ElasticModel(Adapted(), torch.randn(2, 6), freeze=["bass.*"])
 
 
 @pytest.mark.parametrize("used", [True, False])
-def test_a_graph_has_the_buffers_that_are_not_saved_or_is_not_used(used: bool) -> None:
+def test_buffers_that_are_not_saved_stay(used: bool) -> None:
     class Buffered(Flat):
         def __init__(self) -> None:
             super().__init__()
             self.scale: Tensor
             self.register_buffer("scale", torch.ones(3), persistent=False)
 
-        def forward(self, x: Tensor, _mask: Tensor | None = None) -> Tensor:
-            return super().forward(x * self.scale[0] if used else x)
+        def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
+            return super().forward(x * self.scale[0] if used else x, mask)
 
     net = ElasticModel(Buffered(), torch.randn(2, 1, 5, 5))
     net.load(net.permute(tensors_of(net.module), net.sort_channels()))

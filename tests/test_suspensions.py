@@ -49,7 +49,8 @@ def test_a_suspension_prolongs_nothing_and_a_used_update_takes_a_strike_back() -
 @pytest.mark.parametrize("status", sorted(set(Status) - {Status.REFUSED}))
 def test_nothing_but_a_refusal_is_a_strike(status: Status) -> None:
     rounds = [record(n, d5=status) for n in range(50)]
-    assert suspensions_after(rounds, Gate()) == Suspensions()
+    found = suspensions_after(rounds, Gate())
+    assert (found.strikes, found.until) == ({}, {})
 
 
 def test_duplicates_are_strikes_though_the_first_reply_is_used() -> None:
@@ -119,3 +120,25 @@ def test_agreements_of_all_rounds_of_a_device_are_added_up_beside_the_medians() 
         4: Agreement(0.125, 0.125),
         5: Agreement(0.125, 0.125),
     }
+
+
+def missed(number: int, *silent: int, cause: str = "", others: tuple[int, ...] = ()) -> RoundRecord:
+    devices = tuple(DeviceRecord(i, Status.MISSING, cause) for i in silent)
+    return RoundRecord(number, None, devices + tuple(DeviceRecord(i, Status.OK) for i in others))
+
+
+def test_a_silent_device_is_drawn_last_for_twice_as_long_every_time() -> None:
+    known, ends = Suspensions(), []
+    for number in range(7):
+        known = known.after(missed(number, 3, others=(1, 2)), Gate())
+        ends.append(known.last_until[3] - number - 1)
+    assert ends == [2, 4, 8, 16, 32, 32, 32]
+    assert known.drawn_last(8) == {3}
+    assert known.drawn_last(7 + 32) == set()
+    back = known.after(missed(7, others=(3,)), Gate())
+    assert back.drawn_last(8) == set()
+    assert back.after(missed(8, 3), Gate()).last_until[3] == 11
+
+
+def test_a_round_that_was_closed_early_is_nobodys_silence() -> None:
+    assert Suspensions().after(missed(0, 3, cause="closed"), Gate()).drawn_last(1) == set()

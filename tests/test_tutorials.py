@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import subprocess
@@ -13,6 +14,7 @@ from typing import Any
 import pytest
 
 TUTORIALS = sorted((Path(__file__).parents[1] / "docs/tutorials").glob("*.md"))
+NOTEBOOKS = sorted((Path(__file__).parents[1] / "notebooks").glob("*.ipynb"))
 BLOCK = re.compile(r"^```(\w+)\n(.*?)^```$", re.M | re.S)
 FILE = re.compile(r"^# (\S+\.(?:py|toml))\n")
 WAIT_S = 240
@@ -71,4 +73,20 @@ def test_a_tutorial_works_as_it_stands(
 
 
 def test_there_are_tutorials() -> None:
-    assert {path.stem for path in TUTORIALS} >= {"own-data", "own-model", "own-device"}
+    needed = {"first-run", "own-data", "own-model", "own-device", "ship-a-model"}
+    assert {path.stem for path in TUTORIALS} >= needed
+    assert len(NOTEBOOKS) == 3
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("notebook", NOTEBOOKS, ids=lambda path: path.stem)
+def test_a_notebook_runs_cell_by_cell(
+    notebook: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    cells = json.loads(notebook.read_text())["cells"]
+    assert not any(cell.get("outputs") for cell in cells)  # committed without output
+    names: dict[str, Any] = {"__name__": "notebook"}
+    for cell in cells:
+        if cell["cell_type"] == "code":
+            exec("".join(cell["source"]), names)  # noqa: S102

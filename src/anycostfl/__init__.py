@@ -1,7 +1,6 @@
 """Train one model across devices of very different speed, radio and battery (AnycostFL)."""
 
 from importlib import import_module
-from importlib.metadata import version
 from typing import TYPE_CHECKING
 
 from anycostfl.errors import (
@@ -65,7 +64,7 @@ else:
         return sorted({*globals(), *__all__})
 
 
-__version__ = version("anycostfl")
+__version__ = "0.2.0"
 
 __all__ = [
     "AlphaError",

@@ -33,7 +33,7 @@ from anycostfl.export.trained import TrainedModel, inference_rule, load_sorted
 from anycostfl.planning.draw import FleetSpec
 from anycostfl.records.round import RoundRecord, summarise
 from anycostfl.report import write_page
-from anycostfl.rounds import ServerState, first_state
+from anycostfl.rounds import ServerState, deployed, first_state
 from anycostfl.runs import begin
 from anycostfl.simulate import simulate_on
 from anycostfl.tasks import Task
@@ -81,7 +81,7 @@ class Run:
         """The trained module, in evaluation mode, for inputs as the task has them."""
         self._begin()
         net, how = self._experiment.net, self._experiment.task.preparation
-        net.load(self._state.weights)
+        net.load(deployed(self._state))
         module = copy.deepcopy(net.module).eval()
         return PreparedModule(module, how, self._dataset.fitted).eval() if how else module
 
@@ -105,17 +105,20 @@ class Run:
         """Write the page of the run, one HTML file."""
         return write_report({self.config.run.method: self}, Path(path))
 
-    def export(self, path: Path | str, *, alpha: float = 1.0) -> Path:
-        """Write the model at a width α, compared with PyTorch: an .onnx, .pt2 or .safetensors file.
+    def export(self, path: Path | str, *, alpha: float = 1.0, int8: bool = False) -> Path:
+        """Write the model at a width α, compared with PyTorch.
 
-        Inputs of the file are prepared ones; its metadata say what they are prepared by.
+        The name ends in .onnx (with int8=True for 8 bits), .pte, .pt2 or .safetensors. Inputs of
+        the file are raw ones, as the task has them; .safetensors holds the weights alone.
         """
         target = Path(path)
-        formats = {kind.suffix: name for name, kind in FORMATS.items()}
+        formats = {kind.suffix: name for name, kind in FORMATS.items() if name != "int8"}
         if target.suffix not in formats:
             raise ConfigError([f"export: given {target}, must end in {', '.join(formats)}"])
+        if int8 and target.suffix != ".onnx":
+            raise ConfigError([f"export: given {target} with int8=True, must end in .onnx"])
         trained = self._trained()
-        write(trained, cut(trained, alpha), target, formats[target.suffix])
+        write(trained, cut(trained, alpha), target, "int8" if int8 else formats[target.suffix])
         return target
 
     def _trained(self) -> TrainedModel:
@@ -125,7 +128,7 @@ class Run:
             return samples.take(slice(0, batch)).inputs
 
         net = elastic(copy.deepcopy(self._experiment.net.module), example(2), rule)
-        order = load_sorted(net, self._state.weights, self.config, records)
+        order = load_sorted(net, deployed(self._state), self.config, records)
         return TrainedModel(
             config=self.config,
             rounds=len(records),
@@ -134,6 +137,7 @@ class Run:
             remarks=(),
             task=self._experiment.task,
             example=example,
+            raw=self._experiment.task.dataset,
             data=lambda: self._dataset,
         )
 

@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Mapping
-from dataclasses import fields, replace
+import statistics
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, fields, replace
 from functools import cache
 from typing import Any
 
@@ -29,6 +30,7 @@ from anycostfl.planning.draw import FleetSpec
 from anycostfl.planning.strategy import Caps
 from anycostfl.registry import IN_MEMORY
 from anycostfl.shrink import ElasticModel
+from anycostfl.simulate import simulate_on
 from anycostfl.tasks import Task
 
 Given = Mapping[str, Any] | None
@@ -42,6 +44,7 @@ RATES = (0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0)  # learning rates t
 FIRST = 0.3
 NEARLY = 0.05  # of the fall of the loss
 TRIAL_STEPS, TRIAL_SAMPLES = 100, 512
+TRIAL_ROUNDS, TRIAL_DEVICES = 6, 24
 UPLOAD_BYTES = 4096  # a payload that holds what a small model has learnt
 LEAST_BYTES = 1024  # all that a payload may have, of models smaller than 15 kB
 
@@ -161,44 +164,100 @@ def _budgets(given: Given) -> dict[str, Any]:
 
 
 def find_learning_rate(experiment: Experiment, dataset: Dataset) -> float:
-    """The learning rate that trains the model best on a mix of all owners' training samples.
+    """The learning rate that trains best in a few rounds, by the loss on training samples.
 
-    It climbs from `FIRST`, up or else down, as long as the loss falls; up also where it falls by
-    nearly as much, for a larger one is better later on. A mix tells rates apart within a few steps;
-    the loss after a few rounds of devices with few classes each is mostly noise. Nothing is
-    measured on test samples.
+    A few steps of one module on a mix of all owners' samples find where to begin. A few rounds of
+    some devices then decide: averaging dilutes what only few devices know, so the best rate there
+    may be ten times the mix's. Where so few rounds lower no loss, it is three times the mix's.
+    Nothing is measured on test samples.
     """
-    task, training = experiment.task, experiment.runtime.training
-    seen, others, epochs = _mix(dataset.train, TRIAL_STEPS * training.batch)
-    loss = Metric.mean("loss", task.loss, higher_is_better=False)
+    mix = _mix(dataset.train, TRIAL_STEPS * experiment.runtime.training.batch)
+    before = _loss_of_steps(experiment, mix, None)
+    start = _climb(RATES.index(FIRST), before, lambda i: _loss_of_steps(experiment, mix, RATES[i]))
+    trial, few = _trial(experiment, replace(dataset, test=mix.others))
 
     @cache
-    def loss_at(place: int | None) -> float:
-        experiment.net.load(experiment.initial_weights)
-        module = copy.deepcopy(experiment.net.module)
-        if place is not None:
-            train(module, seen, task, training, 0, epochs=epochs, rate=RATES[place])
-        (sums,) = measure(module, others, [loss], training)
-        value = float(loss.value(sums[0]))
-        return math.inf if math.isnan(value) else value
+    def loss_at(place: int) -> float:
+        return _loss_of_rounds(trial.with_training(learning_rate=RATES[place]), few)
+
+    place = _climb(start, before, loss_at)
+    return RATES[place if loss_at(place) < before else min(start + 1, len(RATES) - 1)]
+
+
+def _climb(first: int, before: float, loss_at: Callable[[int], float]) -> int:
+    """Where the loss is least: up from the first place, or else down, as long as it falls.
+
+    Up also where it falls by nearly as much, for a larger rate is better later on.
+    """
+    known = cache(loss_at)
 
     def is_better(other: int, place: int) -> bool:
-        margin = NEARLY * max(loss_at(None) - loss_at(place), 0.0) if other > place else 0.0
-        return loss_at(other) < loss_at(place) + margin
+        margin = NEARLY * max(before - known(place), 0.0) if other > place else 0.0
+        return known(other) < known(place) + margin
 
-    place = first = RATES.index(FIRST)
+    place = first
     for step in (1, -1):
         while 0 <= place + step < len(RATES) and is_better(place + step, place):
             place += step
         if place != first:
             break
-    return RATES[place]
+    return place
 
 
-def _mix(samples: Samples, count: int) -> tuple[Samples, Samples, int]:
-    """Some samples to train on, others to measure on, and how many epochs make up the count."""
+@dataclass(frozen=True, slots=True, eq=False)
+class Mix:
+    """Samples of all owners to train on for some epochs, and others to measure on."""
+
+    samples: Samples
+    others: Samples
+    epochs: int
+
+
+def _mix(samples: Samples, count: int) -> Mix:
     samples = Samples(samples.inputs, samples.targets)
     order = torch.randperm(len(samples), generator=torch.Generator().manual_seed(0))
     held = min(TRIAL_SAMPLES, len(samples) // 4)
     seen = order[held : held + count] if held else order
-    return samples.take(seen), samples.take(order[: held or None]), math.ceil(count / len(seen))
+    others = samples.take(order[: held or None])
+    return Mix(samples.take(seen), others, math.ceil(count / len(seen)))
+
+
+def _loss_of_steps(experiment: Experiment, mix: Mix, rate: float | None) -> float:
+    """The loss after some steps of one module on a mix; without a rate, of the untrained one."""
+    task, training = experiment.task, experiment.runtime.training
+    experiment.net.load(experiment.initial_weights)
+    module = copy.deepcopy(experiment.net.module)
+    if rate is not None:
+        train(module, mix.samples, task, training, 0, epochs=mix.epochs, rate=rate)
+    loss = _loss_of(task)
+    (sums,) = measure(module, mix.others, [loss], training)
+    return _number(float(loss.value(sums[0])))
+
+
+def _trial(experiment: Experiment, dataset: Dataset) -> tuple[Experiment, Dataset]:
+    """The experiment for a few rounds of some devices, measured by its loss."""
+    config, runtime = experiment.config, experiment.runtime
+    shorter = replace(
+        config,
+        fleet=replace(config.fleet, cohort=min(config.fleet.cohort, TRIAL_DEVICES)),
+        run=replace(config.run, rounds=TRIAL_ROUNDS, evaluate_every=1),
+    )
+    task = replace(experiment.task.without_data(), metric=_loss_of(experiment.task))
+    trial = replace(
+        experiment, config=shorter, runtime=replace(runtime, task=task), test=dataset.test
+    )
+    return trial.with_training(schedule="constant"), dataset
+
+
+def _loss_of_rounds(trial: Experiment, dataset: Dataset) -> float:
+    """The mean over the later half of the rounds, for the loss swings where devices differ."""
+    losses = [_number(result.record.metric) for result in simulate_on(trial, dataset)]
+    return statistics.fmean(losses[len(losses) // 2 :])
+
+
+def _loss_of(task: Task) -> Metric:
+    return Metric.mean("loss", task.loss, higher_is_better=False)
+
+
+def _number(loss: float | None) -> float:
+    return math.inf if loss is None or math.isnan(loss) else loss

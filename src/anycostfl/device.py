@@ -2,6 +2,8 @@
 
     u = w_before − w_after,   payload = encode(u)
 
+The work ω is the share of the τ epochs' samples that a device goes through; above 1 it goes on.
+
 Written for speed where it matters: samples are tensors that are indexed, the optimizer is a few
 fused calls, nothing is logged. Plain SGD is the paper's and the default.
 
@@ -17,7 +19,7 @@ import itertools
 import math
 import os
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
 from importlib import import_module
@@ -36,11 +38,12 @@ from anycostfl.methods import Method
 from anycostfl.metrics import Metric
 from anycostfl.records.round import Measured
 from anycostfl.shrink import ElasticModel, Order, SubModel
+from anycostfl.shrink.widths import Region, put, take
 from anycostfl.state import State
 from anycostfl.tasks import Task
 
 TRIM_THRESHOLD, MMAP_THRESHOLD = -1, -3  # options of glibc's mallopt
-DROPOUT, AUGMENT = 0x5EED, 0xA06  # derive further seeds from the one that shuffles
+DROPOUT, AUGMENT, WIDTHS = 0x5EED, 0xA06, 0x317  # derive further seeds from the one that shuffles
 TEST_CHUNK, TEST_BATCH = 1000, 100  # samples
 ADAM = (0.9, 0.999)  # how much of the two moments is kept
 
@@ -59,6 +62,7 @@ class Training:
     optimizer: Annotated[str, OneOf(("sgd", "adam", "adamw"))] = "sgd"
     momentum: Annotated[float, Interval(0.0, 0.999)] = 0.0  # of SGD
     weight_decay: Annotated[float, Interval(0.0)] = 0.0
+    proximal: Annotated[float | None, Interval(0.0)] = None  # μ of FedProx; unset: the method's
     clip_norm: Annotated[float, Interval(0.0)] = 0.0  # 0 is off
     augment: bool = False  # as the task says, if it says how
     precision: Annotated[str, OneOf(("auto", "fp32", "bf16"))] = "auto"
@@ -87,7 +91,8 @@ class Job:
     """What the server asks of a device: its width, how to upload, its seed, what it remembered.
 
     A device remembers channels where they were at first; `moved` says where each came from since.
-    `learning_rate` is the round's. `until` is the device's own: the server sets no deadline here.
+    `learning_rate` is the round's, `work` a factor on the local steps. `until` is the device's own:
+    the server sets no deadline here.
     """
 
     device: int
@@ -97,6 +102,7 @@ class Job:
     learning_rate: float
     memory: State | None = None
     moved: Order = field(default_factory=dict)
+    work: float = 1.0
     until: float = math.inf  # when training has to be over, as `time.perf_counter` tells
 
 
@@ -189,6 +195,17 @@ class DeviceRuntime:
             chunk = whole.take(slice(start, start + TEST_CHUNK))
             yield measure(module, chunk, self.task.metrics, self.training, owners)
 
+    @property
+    def proximal(self) -> float:
+        """What pulls local weights back to the global ones, as asked or as the method has it."""
+        asked = self.training.proximal
+        return self.method.proximal if asked is None else asked
+
+    def nested(self, sub: SubModel) -> list[SubModel]:
+        """The narrower models inside a sub-model that its steps alternate with."""
+        levels = nested_levels(self.method.levels, sub.plan.alpha)
+        return [self.net.shrink(level) for level in levels]
+
     def _permuted(self, state: State, order: Order) -> State:
         return self.net.permute(state, order) if order else state
 
@@ -207,6 +224,9 @@ def learn_honestly(runtime: DeviceRuntime, sub: SubModel, samples: Samples, job:
             job.seed,
             epochs=epochs,
             rate=job.learning_rate,
+            work=job.work,
+            proximal=runtime.proximal,
+            nested=runtime.nested(sub),
             until=job.until,
         )
     except ValueError as error:
@@ -224,13 +244,29 @@ def train(
     *,
     epochs: int = 1,
     rate: float | None = None,
+    work: float = 1.0,
+    proximal: float = 0.0,
+    nested: Sequence[SubModel] = (),
 ) -> dict[str, Tensor]:
     """Train in place; returns the update of every trained parameter, in main memory.
 
-    `rate` is the learning rate of the round, if it is not that of the first.
+    `rate` is the learning rate of the round, if it is not that of the first; `work` a factor on
+    the local steps. `proximal` pulls weights back to where they began; steps alternate with the
+    `nested` models.
     """
-    update = train_until(module, samples, task, training, seed, epochs=epochs, rate=rate).update
-    return dict(update)
+    trained = train_until(
+        module,
+        samples,
+        task,
+        training,
+        seed,
+        epochs=epochs,
+        rate=rate,
+        work=work,
+        proximal=proximal,
+        nested=nested,
+    )
+    return dict(trained.update)
 
 
 def train_until(
@@ -242,6 +278,9 @@ def train_until(
     *,
     epochs: int = 1,
     rate: float | None = None,
+    work: float = 1.0,
+    proximal: float = 0.0,
+    nested: Sequence[SubModel] = (),
     until: float = math.inf,
 ) -> Trained:
     """The same, but no step begins that would end after a point in time; the first one always does.
@@ -257,26 +296,28 @@ def train_until(
     module.train()
     weights: list[Tensor] = [p for p in module.parameters() if p.requires_grad]
     rate = training.learning_rate if rate is None else rate
-    take_step = optimizer_of(weights, training, rate)
+    take_step = _proximal(optimizer_of(weights, training, rate), weights, proximal)
+    parts = _alternating(module, nested, seed)
     bf16, convolutions = training.precision == "bf16", _convolutions(training)
     augment = _augmentation(task, training, seed)
     steps, done, begin = 0, 0, time.perf_counter()
     with _drawing_alike(seed, device):
-        for _ in range(epochs):
-            order = torch.randperm(len(held), generator=generator)
-            parts = batches(order, training.batch)
-            steps += len(parts)
-            for part in parts:
+        for count in epoch_parts(len(held), epochs, work):
+            order = torch.randperm(len(held), generator=generator)[:count]
+            planned = batches(order, training.batch)
+            steps += len(planned)
+            for chosen in planned:
                 if not is_time_left(begin, done, until):
                     continue
                 done += 1
-                batch = held.take(part.to(device))
+                batch = held.take(chosen.to(device))
                 inputs, targets = augment(batch.inputs, batch.targets)
                 inputs = lay_out(inputs)
                 with torch.autocast(device.type, torch.bfloat16, enabled=bf16), convolutions():
-                    outputs = call(module, inputs)
+                    part = next(parts)
+                    outputs = call(part.module, inputs)
                 loss = task.loss(_as_float32(outputs), targets)
-                take_step(_gradients(loss, weights))
+                take_step(part.gradients(loss))
     after = dict(module.named_parameters())
     update = {n: (w - after[n].detach()).contiguous().cpu() for n, w in before.items()}
     return Trained(update, done / steps)
@@ -286,6 +327,64 @@ def is_time_left(begin: float, done: int, until: float) -> bool:
     """Whether one more step, as long as those before, ends in time; the first is always done."""
     now = time.perf_counter()
     return done == 0 or now + (now - begin) / done <= until
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Part:
+    """What one local step trains: the whole of a module, or a narrower model inside it."""
+
+    module: nn.Module
+    whole: Mapping[str, nn.Parameter]
+    index: Mapping[str, Region] | None = None
+
+    def gradients(self, loss: Tensor) -> list[Tensor]:
+        """The gradients of the whole, zero outside the part."""
+        own = dict(self.module.named_parameters())
+        found = _gradients(loss, [own[name] for name in self.whole])
+        if self.index is None:
+            return found
+        padded = [torch.zeros_like(w) for w in self.whole.values()]
+        for name, into, gradient in zip(self.whole, padded, found, strict=True):
+            put(into, self.index[name], gradient)
+        return padded
+
+    @torch.no_grad()
+    def refreshed(self) -> _Part:
+        """With the whole's weights as they are now."""
+        if self.index is not None:
+            for name, own in self.module.named_parameters():
+                if name in self.whole:
+                    own.copy_(take(self.whole[name], self.index[name]))
+        return self
+
+
+def _alternating(module: nn.Module, nested: Sequence[SubModel], seed: int) -> Iterator[_Part]:
+    """What each step trains: always the module, or it and its nested models in random turns."""
+    whole = {name: p for name, p in module.named_parameters() if p.requires_grad}
+    parts = [_Part(module, whole)]
+    for sub in nested:
+        if any(isinstance(place, Tensor) for name in whole for place in sub.plan.index[name]):
+            raise UpdateError("nested widths: this model's sub-models are not prefixes")
+        sub.module.to(next(iter(whole.values())).device).train()
+        parts.append(_Part(sub.module, whole, sub.plan.index))
+    random = torch.Generator().manual_seed(seed ^ WIDTHS)
+    while True:
+        for i in torch.randperm(len(parts), generator=random).tolist():
+            yield parts[i].refreshed()
+
+
+def _proximal(take_step: Step, weights: list[Tensor], strength: float) -> Step:
+    """FedProx's local step: the gradient of loss + μ/2·‖w − w₀‖²."""
+    if not strength:
+        return take_step
+    start = [w.detach().clone() for w in weights]
+
+    @torch.no_grad()
+    def step(gradients: list[Tensor]) -> None:
+        away = torch._foreach_sub(weights, start)
+        take_step(list(torch._foreach_add(gradients, away, alpha=strength)))
+
+    return step
 
 
 def _as_float32(outputs: Tree) -> Tree:
@@ -337,6 +436,32 @@ def _layout(module: nn.Module, inputs: Tree, training: Training) -> Callable[[Tr
         return leaf.contiguous(memory_format=chosen) if leaf.dim() == 4 else leaf.contiguous()
 
     return lambda batch: tree_map(lay_out, batch)
+
+
+def epoch_parts(samples: int, epochs: int, work: float) -> list[int]:
+    """How many samples each local epoch goes through, if `work` of the epochs is to be done.
+
+    A further epoch of one sample is left out: it would be one step, all noise.
+    """
+    total = max(min(2, samples), math.floor(work * epochs * samples + 1e-9))
+    whole, rest = divmod(total, samples)
+    return [samples] * whole + ([rest] if rest > 1 or not whole else [])
+
+
+def steps_of(samples: int, batch: int, epochs: int, work: float) -> int:
+    """How many local steps that takes."""
+    parts = epoch_parts(samples, epochs, work)
+    return sum(len(batches(torch.arange(part), batch)) for part in parts)
+
+
+def share_done(samples: int, epochs: int, work: float) -> float:
+    """The share of the epochs' samples that a device really goes through."""
+    return sum(epoch_parts(samples, epochs, work)) / (epochs * samples)
+
+
+def nested_levels(levels: Sequence[float], alpha: float) -> list[float]:
+    """The widths below its own that a device's steps alternate with."""
+    return [level for level in levels if level < alpha]
 
 
 def batches(order: Tensor, size: int) -> list[Tensor]:

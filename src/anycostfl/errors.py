@@ -1,8 +1,16 @@
-"""Every error this package raises on purpose; each says what was given and what to do."""
+"""Every error this package raises on purpose; each says what was given and what to do.
+
+Also what makes text of strangers safe to show.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+
+
+def printable(text: str) -> str:
+    """Text with control characters replaced, which could steer a terminal; lines stay lines."""
+    return "".join(c if c.isprintable() or c in "\n\t" else "\ufffd" for c in text)
 
 
 class AnycostError(Exception):

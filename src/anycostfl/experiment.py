@@ -109,12 +109,16 @@ def resolve_training(given: Training) -> Training:
 
 def load_data(config: Config) -> Dataset:
     """The dataset of an experiment, prepared."""
-    return prepared(tasks.load(config.data.name), config.data.path)
+    task, path = tasks.load(config.data.name), config.data.path
+    return prepared(task, path, validation=config.data.validation)
 
 
-def prepared(task: Task, path: str = "") -> Dataset:
-    """The dataset of a task as models take it."""
-    return prepare_dataset(task.preparation, task.dataset(path))
+def prepared(task: Task, path: str = "", *, validation: bool = False) -> Dataset:
+    """The dataset of a task as models take it; with a part of its training samples to test on."""
+    dataset = task.dataset(path)
+    if validation:
+        dataset = tasks.hold_out_tenth(dataset)
+    return prepare_dataset(task.preparation, dataset)
 
 
 def split(config: Config, samples: Samples) -> Partition:
@@ -162,7 +166,13 @@ def build_experiment(
         config=config,
         method=method,
         limits=config.limits_of(config.run.method),
-        optimizer=replace(config.server_optimizer, momentum=method.momentum),
+        optimizer=replace(
+            config.server_optimizer,
+            step=config.server_optimizer.step * method.step,
+            momentum=method.momentum,
+            kind=method.server,
+            average=method.average,
+        ),
         net=net,
         runtime=runtime,
         fingerprint=digest,

@@ -79,6 +79,11 @@ def append_line(path: Path, line: str) -> None:
         file.write(line + "\n")
 
 
+def memory_bytes() -> int:
+    """The memory of this machine."""
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+
 def sync(path: Path) -> None:
     """Wait until a file or folder has reached the disk."""
     descriptor = os.open(path, os.O_RDONLY)

@@ -19,8 +19,10 @@ from anycostfl.rounds import (
     ServerState,
     calibrate,
     close_round,
+    deployed,
     first_state,
     is_evaluated,
+    keep_best,
     open_round,
     with_score,
 )
@@ -68,7 +70,8 @@ def run_rounds(
                 # Now and then: how good is the model?
                 if is_evaluated(run, number):
                     state = calibrate(experiment, state)
-                    record = with_score(record, devices.evaluate(state.weights))
+                    record = with_score(record, devices.evaluate(deployed(state)))
+                    state, record = keep_best(experiment, state, record)
                 clock.lap("evaluate_s")
                 state = replace(state, memories=devices.memory())
             yield RoundResult(record, state, clock.laps)

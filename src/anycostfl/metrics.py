@@ -11,6 +11,7 @@ Classes are dimension 1 of the outputs, as torch's own losses have them, or the 
 from __future__ import annotations
 
 import math
+import statistics
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -138,12 +139,16 @@ class Score:
 
 
 def score(
-    metrics: Sequence[Metric], chunks: Sequence[Sequence[Tensor]], known: Tensor | None = None
+    metrics: Sequence[Metric],
+    chunks: Sequence[Sequence[Tensor]],
+    known: Tensor | None = None,
+    *,
+    worst: bool = False,
 ) -> Score | None:
     """What sums of shape (owner, k) come to; nothing without samples.
 
     `known` are the owners of training samples: where test samples belong to some of them and to
-    others, the first metric is told for both.
+    others, the first metric is told for both. `worst` also tells that of the worst tenth of owners.
     """
     if not chunks:
         return None
@@ -161,7 +166,16 @@ def score(
                 f"{first.name}, {kind} owners": first.value(sums[0][half].sum(0))
                 for kind, half in halves.items()
             }
+    if worst and sums[0].any(1).sum() > 1:
+        values[f"{first.name}, worst tenth"] = _worst_tenth(first, sums[0])
     return Score(value, values)
+
+
+def _worst_tenth(metric: Metric, sums: Tensor) -> float:
+    """The mean over the tenth of the owners where a metric is worst; at least one."""
+    better = 1 if metric.info.higher_is_better else -1
+    each = sorted((metric.value(row) for row in sums[sums.any(1)]), key=lambda v: better * v)
+    return statistics.fmean(each[: max(1, len(each) // 10)])
 
 
 def find_metric(given: Metric | str) -> Metric:

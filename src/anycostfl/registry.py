@@ -1,8 +1,10 @@
-"""Methods, models and tasks by name: one file each, in this package or in a custom folder.
+"""Methods, models and tasks by name: one file each, in this package, a custom folder or a plugin.
 
 With ANYCOSTFL_PATH=FOLDER, FOLDER/methods/NAME.py, FOLDER/models/NAME.py and FOLDER/tasks/NAME.py
-are found as if they were in the package. The environment is set by the user who runs a process, so
-a server cannot make a device run a file that its owner did not put there.
+are found as if they were in the package. An installed distribution adds modules by entry points of
+the groups `anycostfl.methods`, `anycostfl.models` and `anycostfl.tasks` (and files of
+`anycostfl.profiles`, see `config.loading`). Both are set by the user who runs a process, so a
+server cannot make a device run a file that its owner did not put there.
 """
 
 from __future__ import annotations
@@ -13,6 +15,9 @@ import importlib
 import os
 import pkgutil
 from collections.abc import Sequence
+from functools import cache
+from importlib.metadata import EntryPoint, entry_points
+from importlib.util import find_spec
 from pathlib import Path
 from types import ModuleType
 
@@ -29,13 +34,37 @@ def own_folders(kind: str) -> list[str]:
     return [str(Path(folder, kind).resolve()) for folder in given if folder]
 
 
+@cache
+def plugins(kind: str) -> dict[str, EntryPoint]:
+    """What installed distributions add to a kind, by the names of modules."""
+    found = sorted(entry_points(group=f"anycostfl.{kind}"), key=lambda point: point.value)
+    return {module_name(point.name): point for point in found}
+
+
+def module_name(name: str) -> str:
+    """The name of the module that holds a method, model or task."""
+    return name.replace("+", "_plus").replace("-", "_")
+
+
 def own_files() -> dict[str, str]:
     """The SHA-256 of the user's own files, such as methods/mine.py; the first of a name counts."""
     found: dict[str, str] = {}
     for kind in KINDS:
         for path in (path for folder in own_folders(kind) for path in Path(folder).glob("*.py")):
             found.setdefault(f"{kind}/{path.name}", digest(path))
+        for name, point in plugins(kind).items():
+            if source := _file_of(point):
+                found.setdefault(f"{kind}/{name}.py", digest(source))
     return found
+
+
+def _file_of(point: EntryPoint) -> Path | None:
+    """The file of a plugin, if its package can be imported at all."""
+    try:
+        spec = find_spec(point.module)
+    except (ImportError, ValueError):
+        return None
+    return Path(spec.origin) if spec and spec.origin else None
 
 
 def digest(path: Path) -> str:
@@ -44,21 +73,29 @@ def digest(path: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-def modules_in(folders: Sequence[str]) -> list[str]:
-    """The names of the files that hold something to load."""
-    found = (info.name for info in pkgutil.iter_modules(folders))
-    return sorted(name for name in found if not name.startswith("_"))
+def modules_in(kind: str, folders: Sequence[str]) -> list[str]:
+    """The names of the files that hold something to load, plugins included."""
+    found = {info.name for info in pkgutil.iter_modules(folders)}
+    return sorted(name for name in found | plugins(kind).keys() if not name.startswith("_"))
 
 
 def load_file(package: str, module: str, constant: str) -> ModuleType:
     """The module with that constant; whatever is wrong with it is said with its name."""
+    kind = package.rpartition(".")[2]
+    point = plugins(kind).get(module)
+    full_name = point.module if point else f"{package}.{module}"
     try:
-        loaded = importlib.import_module(f"{package}.{module}")
+        loaded = importlib.import_module(full_name)
     except Exception as error:
         raise UnknownNameError(
-            f"{package}.{module} cannot be loaded: {type(error).__name__}: {error}"
+            f"{full_name} cannot be loaded: {type(error).__name__}: {error}"
         ) from error
-    kind, file = package.rpartition(".")[2], Path(str(loaded.__file__))
+    if point and find_spec(f"{package}.{module}"):
+        raise UnknownNameError(
+            f"the entry point {point.group}: {point.name} = {point.value} has the name of another "
+            f"of the {kind}; rename it"
+        )
+    file = Path(str(loaded.__file__))
     own = own_folders(kind)
     twins = [twin for folder in own if (twin := Path(folder, file.name)).is_file()]
     if twins and str(file.parent) not in own:

@@ -18,15 +18,16 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import numpy as np
+import torch
 
 from anycostfl.codec import Upload, check_codec
 from anycostfl.codec.frame import OVERHEAD
 from anycostfl.config import Run
-from anycostfl.device import Job, Reply
-from anycostfl.errors import PayloadError
+from anycostfl.device import Job, Reply, nested_levels, share_done, steps_of
+from anycostfl.errors import PayloadError, printable
 from anycostfl.experiment import Experiment
 from anycostfl.methods import Method
-from anycostfl.metrics import Score
+from anycostfl.metrics import MetricInfo, Score
 from anycostfl.planning import cost
 from anycostfl.planning.cost import Devices, Workload
 from anycostfl.planning.draw import Cohort
@@ -35,9 +36,13 @@ from anycostfl.planning.strategy import BIND_WORDS, REASON_WORDS, Offer, Strateg
 from anycostfl.records.checkpoint import MEMORY, Checkpoint
 from anycostfl.records.round import DeviceRecord, RoundRecord, Status
 from anycostfl.records.run import SavedRun
+from anycostfl.server.adaptive import adapt
 from anycostfl.server.aggregate import (
     Contribution,
+    Move,
     apply_moves,
+    averaged,
+    capped,
     clip_bound,
     clipped,
     size_of,
@@ -50,7 +55,10 @@ from anycostfl.shrink import Order, WidthPlan, recalibrate
 from anycostfl.state import State, Update, clone_state
 
 MOST_DUPLICATES = 10  # further replies of a device in a round that are counted
+CLOSED = "the round was closed without it"
 LONGEST_DETAIL = 300  # characters
+COLLAPSE = 0.5  # of what a model had gained: a larger loss is a collapse
+FEWEST_METRICS = 5  # evaluations before a loss counts as a collapse: early ones say little
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -58,7 +66,8 @@ class ServerState:
     """What the server knows between rounds.
 
     `weights` are the global model's, `velocity` the optimizer's, `public` the model as devices know
-    it where the downlink is compressed, `moved` says from where each channel came since the first
+    it where the downlink is compressed, `second` an adaptive optimizer's second moment, `average`
+    the model averaged over rounds, `moved` says from where each channel came since the first
     round. `memories` are what simulated devices remember; real ones keep them. `fitted` is what
     samples are prepared by (`data.prepare`), where the server learnt it from its devices.
     """
@@ -66,17 +75,26 @@ class ServerState:
     rounds: int  # finished
     weights: State
     velocity: State = field(default_factory=dict)
+    second: State = field(default_factory=dict)
+    average: State = field(default_factory=dict)
     public: State = field(default_factory=dict)
     moved: Order = field(default_factory=dict)
     memories: Mapping[int, State] = field(default_factory=dict)
     fitted: State = field(default_factory=dict)
     suspensions: Suspensions = field(default_factory=Suspensions)
     ledger: Ledger = field(default_factory=Ledger)
+    sizes: tuple[float, ...] = ()  # of updates of earlier rounds (`Robustness.history`)
+    best: State = field(default_factory=dict)  # weights to go back to (`Robustness.rollback`)
+    metrics: tuple[float, ...] = ()  # of all evaluations so far
 
     def checkpoint(self) -> Checkpoint:
         """What has to be saved; the rest follows from the journal."""
         kinds = {"model": self.weights, "velocity": self.velocity}
+        kinds |= {"second": self.second, "average": self.average}
         kinds |= {"public": self.public, "moved": self.moved, "fitted": self.fitted}
+        kinds |= {"best": self.best}
+        if self.sizes:
+            kinds |= {"sizes": {"recent": torch.tensor(self.sizes, dtype=torch.float64)}}
         memories = {f"{MEMORY}/{device}": state for device, state in self.memories.items()}
         return Checkpoint(self.rounds, {**kinds, **memories})
 
@@ -102,12 +120,17 @@ def restored_state(
         rounds=point.rounds,
         weights=point["model"],
         velocity=point["velocity"],
+        second=point["second"],
+        average=point["average"],
         public=point["public"],
         moved=point["moved"],
         memories=point.memories(),
         fitted=point["fitted"],
         suspensions=suspensions_after(records, experiment.config.gate),
         ledger=ledger_of(records),
+        sizes=tuple(point["sizes"].get("recent", torch.zeros(0)).tolist()),
+        best=point["best"],
+        metrics=tuple(r.metric for r in records if r.metric is not None),
     )
 
 
@@ -127,19 +150,37 @@ def draw_seed(seed: int, round_index: int, device: int, purpose: Purpose) -> int
     return int(words[0]) << 31 ^ int(words[1])
 
 
+@dataclass(frozen=True, slots=True)
+class LateReply:
+    """A reply to a round that was closed without it, and its bytes."""
+
+    device: int
+    round: int
+    wire_bytes_up: int = 0
+
+    def record(self) -> DeviceRecord:
+        """As the next round's record holds it."""
+        why = f"its reply to round {self.round + 1} came after that was closed"
+        return DeviceRecord(
+            self.device, Status.UNUSED, "late", why, wire_bytes_up=self.wire_bytes_up
+        )
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class Offers:
     """The devices of a round, and what each can spend.
 
     `drawn` is what the draw would have chosen without suspensions; `silent` are devices that
     were chosen and did not say what they can afford. `fitted` is what samples
-    are prepared by. `own` are the plans of devices that plan themselves, by their position.
+    are prepared by, `late` are replies to earlier rounds that have come since. `own` are the plans
+    of devices that plan themselves, by their position.
     """
 
     cohort: Cohort
     drawn: Sequence[int] = ()
     silent: Sequence[int] = ()
     fitted: State = field(default_factory=dict)
+    late: Sequence[LateReply] = ()
     own: Mapping[int, Offer] = field(default_factory=dict)
 
 
@@ -157,6 +198,9 @@ class Assignment:
     learning_rate: float
     weight: float
     download: int  # bytes of the sub-model, uncompressed
+    work: float = 1.0  # factor on the local steps
+    flops_ratio: float = 1.0  # of a local step, to one of the full model
+    steps: int = 1  # local ones
 
     def job(self, memory: State | None, moved: Order) -> Job:
         """What the device has to know, with what it remembered."""
@@ -168,6 +212,7 @@ class Assignment:
             learning_rate=self.learning_rate,
             memory=memory,
             moved=moved,
+            work=self.work,
         )
 
 
@@ -191,18 +236,11 @@ def open_round(
     experiment: Experiment, state: ServerState, offers: Offers
 ) -> tuple[ServerState, RoundPlan]:
     """Sort the channels (Sec. III-B.1), then plan what every device does (Sec. IV)."""
-    number, net = state.rounds, experiment.net
+    number = state.rounds
     state = replace(state, fitted=offers.fitted or state.fitted)
-    if experiment.method.sorts_channels:
-        order = net.sorting_order(state.weights)
-        state = replace(
-            state,
-            weights=net.permute(state.weights, order),
-            velocity=net.permute(state.velocity, order) if state.velocity else state.velocity,
-            moved={n: state.moved[n][new] if state.moved else new for n, new in order.items()},
-        )
-    else:
-        order = {}
+    order = channel_order(experiment, state)
+    if order:
+        state = permuted(experiment, state, order)
     step = None
     if experiment.downlink:
         step, public = experiment.downlink.make_step(state.weights, state.public, order, number)
@@ -215,6 +253,35 @@ def open_round(
     return state, RoundPlan(number, offers, strategies, assignments, model, state.moved, step)
 
 
+def channel_order(experiment: Experiment, state: ServerState) -> Order:
+    """How channels move before a round: by importance, on by one, or not at all."""
+    method = experiment.method
+    if not (method.sorts_channels or method.rolls_channels):
+        return {}
+    order = experiment.net.sorting_order(state.weights)
+    if method.rolls_channels:
+        order = {n: torch.arange(len(o)).roll(-1 if state.rounds else 0) for n, o in order.items()}
+    return order
+
+
+def permuted(experiment: Experiment, state: ServerState, order: Order) -> ServerState:
+    """The state with everything in global coordinates moved along."""
+    net = experiment.net
+
+    def along(part: State) -> State:
+        return net.permute(part, order) if part else part
+
+    return replace(
+        state,
+        weights=net.permute(state.weights, order),
+        velocity=along(state.velocity),
+        second=along(state.second),
+        average=along(state.average),
+        best=along(state.best),
+        moved={n: state.moved[n][new] if state.moved else new for n, new in order.items()},
+    )
+
+
 def assign(
     experiment: Experiment, cohort: Cohort, strategies: Strategies, number: int
 ) -> list[Assignment]:
@@ -225,6 +292,7 @@ def assign(
     method = experiment.method
     samples = cohort.devices.samples[able] if method.by_samples else np.ones(len(able))
     weights = method.weigh(strategies.alpha[able], strategies.quality[able], samples)
+    weights = capped(weights, experiment.config.aggregation.max_weight or 0.0)
     return [
         _assign_one(experiment, cohort, strategies, number, (i, weight))
         for i, weight in zip(able.tolist(), weights.tolist(), strict=True)
@@ -264,7 +332,22 @@ def _assign_one(
         learning_rate=config.training.rate_in(number, config.run.rounds),
         weight=weight,
         download=net.bytes_of(plan),
+        work=float(strategies.work[position]),
+        flops_ratio=flops_ratio(experiment, plan),
+        steps=steps_of(
+            int(cohort.devices.samples[position]),
+            config.training.batch,
+            config.workload.epochs,
+            float(strategies.work[position]),
+        ),
     )
+
+
+def flops_ratio(experiment: Experiment, plan: WidthPlan) -> float:
+    """FLOPs of a local step, relative to the full model; the mean over nested widths."""
+    levels = nested_levels(experiment.method.levels, plan.alpha)
+    parts = [experiment.net.plan(level).flops_ratio for level in levels]
+    return statistics.fmean([*parts, plan.flops_ratio]) if parts else plan.flops_ratio
 
 
 def payload_binding(fingerprint: str, number: int, device: int, plan: WidthPlan) -> bytes:
@@ -306,26 +389,55 @@ def close_round(
     method, rules = experiment.method, experiment.config.aggregation
     outcomes = receive(method, plan.assignments, replies)
     outcomes = exclude(experiment, state, _enough(outcomes, min_replies))
-    updates = accepted(experiment, outcomes)
+    updates = accepted(experiment, outcomes, state.sizes)
     if rules.combine == "mean":
         moves = weighted_means(state.weights, updates, rules.least)
     else:
         moves = ranked_means(state.weights, list(updates), rules)
-    weights, velocity = apply_moves(state.weights, moves, experiment.optimizer, state.velocity)
+    before, remark = state, ""
+    state = moved_by(experiment, state, moves)
+    if rules.rollback and not is_finite(state.weights):
+        # Weights as they were; what the optimizer carried may be the cause.
+        state = replace(before, velocity={}, second={})
+        remark = "not finite: the round changes nothing"
 
     devices = describe(experiment, state, plan, outcomes)
     devices += _silent(plan.offers.silent)
     devices += state.suspensions.records(plan.offers.drawn, plan.number)
-    record = RoundRecord(plan.number, None, devices, plan.step.size if plan.step else 0)
+    devices += tuple(late.record() for late in plan.offers.late)
+    step_bytes = plan.step.size if plan.step else 0
+    record = RoundRecord(plan.number, None, devices, step_bytes, remark=remark)
     state = replace(
         state,
         rounds=plan.number + 1,
-        weights=weights,
-        velocity=velocity,
         suspensions=state.suspensions.after(record, experiment.config.gate),
         ledger=state.ledger.after(record) if plan.step else state.ledger,
+        sizes=_remembered(experiment, state.sizes, outcomes),
     )
     return state, record
+
+
+def _remembered(
+    experiment: Experiment, earlier: tuple[float, ...], outcomes: Sequence[Outcome]
+) -> tuple[float, ...]:
+    """The sizes of updates of the latest rounds; those that were not used say something, too."""
+    kept = (experiment.config.aggregation.history or 0) * experiment.config.fleet.cohort
+    return (*earlier, *(o.size for o in outcomes if o.size > 0))[-kept:] if kept else ()
+
+
+def moved_by(experiment: Experiment, state: ServerState, moves: Mapping[str, Move]) -> ServerState:
+    """The state after the server optimizer's step."""
+    optimizer, second = experiment.optimizer, state.second
+    if optimizer.kind in ("adam", "yogi"):
+        beta, first = optimizer.momentum or 0.0, state.velocity
+        moves, velocity, second = adapt(optimizer.kind, beta, moves, first, second)
+        weights, _ = apply_moves(state.weights, moves, replace(optimizer, momentum=0.0), {})
+    else:
+        weights, velocity = apply_moves(state.weights, moves, optimizer, state.velocity)
+    average = state.average
+    if decay := optimizer.average:
+        average = averaged(average, weights, experiment.trained, decay)
+    return replace(state, weights=weights, velocity=velocity, second=second, average=average)
 
 
 def receive(
@@ -348,7 +460,7 @@ def receive(
 
 def _check(method: Method, assignment: Assignment, reply: Reply) -> Outcome:
     told: tuple[tuple[str, Status, str], ...] = (
-        (reply.missing, Status.MISSING, ""),
+        (reply.missing, Status.MISSING, "closed" if reply.missing == CLOSED else ""),
         (reply.error, Status.FAILED, ""),
         (reply.unreadable, Status.REFUSED, "unreadable"),
     )
@@ -373,8 +485,7 @@ def _check_length(assignment: Assignment, payload: bytes) -> None:
 
 def one_line(text: str) -> str:
     """Text from a device on one line of bounded length, without control characters."""
-    line = " ".join(text[:LONGEST_DETAIL].split())
-    return "".join(letter if letter.isprintable() else "\ufffd" for letter in line)
+    return printable(" ".join(text[:LONGEST_DETAIL].split()))
 
 
 def _decode(method: Method, assignment: Assignment, reply: Reply) -> Update:
@@ -393,16 +504,39 @@ def _enough(outcomes: Sequence[Outcome], least: int) -> list[Outcome]:
     ]
 
 
-def accepted(experiment: Experiment, outcomes: Sequence[Outcome]) -> Iterator[Contribution]:
-    """The updates that count, decoded again one at a time to bound memory."""
+def accepted(
+    experiment: Experiment, outcomes: Sequence[Outcome], earlier: Sequence[float] = ()
+) -> Iterator[Contribution]:
+    """The updates that count, decoded again one at a time to bound memory.
+
+    `earlier` are sizes of updates of earlier rounds.
+    """
     # An excluded device still counts for the median: fewer honest ones would shift it.
-    bound = clip_bound((o.size for o in outcomes), experiment.config.aggregation.clip)
+    bound = clip_bound((o.size for o in outcomes), experiment.config.aggregation.clip, earlier)
+    factors = factors_of(experiment, outcomes)
     for outcome in outcomes:
         if outcome.status is Status.OK:
-            decoded = _decode(experiment.method, outcome.assignment, outcome.reply)
-            # An update of half the steps counts half.
-            weight = outcome.assignment.weight * outcome.reply.done
-            yield Contribution(outcome.assignment.plan, clipped(decoded, bound), weight)
+            decoded = clipped(_decode(experiment.method, outcome.assignment, outcome.reply), bound)
+            # An update of half the steps counts half, unless the method rescales by steps.
+            weight, factor = outcome.assignment.weight * outcome.reply.done, 1.0
+            if factors:
+                weight, factor = outcome.assignment.weight, factors[outcome.assignment.device]
+            if factor != 1:
+                scaled = {n: factor * v for n, v in decoded.values.items()}
+                decoded = replace(decoded, values=scaled)
+            yield Contribution(outcome.assignment.plan, decoded, weight)
+
+
+def factors_of(experiment: Experiment, outcomes: Sequence[Outcome]) -> dict[int, float]:
+    """By device, what its update is multiplied by where local steps differ; none if they count."""
+    usable = [o for o in outcomes if o.status is Status.OK]
+    if experiment.method.rescale is None or not usable:
+        return {}
+    weights = np.array([o.assignment.weight for o in usable])
+    steps = np.array([max(1.0, round(o.assignment.steps * o.reply.done)) for o in usable])
+    momentum = experiment.config.training.momentum
+    factors = experiment.method.rescale(weights, steps, momentum)
+    return {o.assignment.device: f for o, f in zip(usable, factors.tolist(), strict=True)}
 
 
 def exclude(
@@ -417,7 +551,7 @@ def exclude(
     usable = [o for o in outcomes if o.status is Status.OK]
     if not least or len(usable) <= 2:
         return list(outcomes)
-    cosines = agreements(state.weights, lambda: accepted(experiment, usable))
+    cosines = agreements(state.weights, lambda: accepted(experiment, usable, state.sizes))
     usual = statistics.median(cosines)
     found = {o.assignment.device: cosine for o, cosine in zip(usable, cosines, strict=True)}
     return [
@@ -446,14 +580,62 @@ def calibrate(experiment: Experiment, state: ServerState) -> ServerState:
     if not experiment.calibration:
         return state
     net = experiment.net
-    net.load(state.weights)
+    net.load(deployed(state))
     recalibrate(net.module, experiment.calibration)
-    return replace(state, weights=clone_state(net.module))
+    found = clone_state(net.module)
+    if state.average:  # its statistics, beside the weights that training continues from
+        found |= {name: state.weights[name] for name in state.average}
+    return replace(state, weights=found)
+
+
+def deployed(state: ServerState) -> State:
+    """The model that is evaluated and exported: the average over rounds, if there is one."""
+    return {**state.weights, **state.average}
 
 
 def with_score(record: RoundRecord, score: Score | None) -> RoundRecord:
     """A record with what an evaluation found."""
     return replace(record, metric=score.value, others=dict(score.others)) if score else record
+
+
+def is_finite(weights: State) -> bool:
+    """Whether every number of a model is one."""
+    return all(bool(w.isfinite().all()) for w in weights.values() if w.is_floating_point())
+
+
+def keep_best(
+    experiment: Experiment, state: ServerState, record: RoundRecord
+) -> tuple[ServerState, RoundRecord]:
+    """Keep the best model so far, and go back to it where the model has collapsed.
+
+    Only the server's own evaluation counts: what devices say of a model may be a lie.
+    """
+    if not experiment.config.aggregation.rollback or not experiment.test or record.metric is None:
+        return state, record
+    info, value = experiment.config.metric, record.metric
+    top = info.best([m for m in state.metrics if math.isfinite(m)])
+    if state.best and top is not None and has_collapsed(info, state.metrics, value):
+        remark = f"the model collapsed to {info.show(value)}: back to {info.show(top)}"
+        metrics = (*state.metrics, top)
+        state = replace(
+            state, weights=state.best, velocity={}, second={}, average={}, metrics=metrics
+        )
+        return state, replace(record, metric=top, others={}, remark=remark)
+    state = replace(state, metrics=(*state.metrics, value))
+    if top is None or info.reaches(value, top):
+        state = replace(state, best=deployed(state))
+    return state, record
+
+
+def has_collapsed(info: MetricInfo, earlier: Sequence[float], value: float) -> bool:
+    """Whether a metric has lost more than half of what the best one gained over the first."""
+    known = [m for m in earlier if math.isfinite(m)]
+    best = info.best(known)
+    if not math.isfinite(value):
+        return True
+    if best is None or len(known) < FEWEST_METRICS or info.reaches(value, best):
+        return False
+    return abs(best - value) > COLLAPSE * abs(best - known[0]) > 0
 
 
 def is_evaluated(run: Run, number: int) -> bool:
@@ -473,8 +655,9 @@ def describe(
     for i in range(len(plan.offers.cohort.index)):
         record = _infeasible(plan, i)
         if outcome := by_position.get(i):
-            done = _performed(record, plan, outcome, _downloaded(state, plan, outcome))
             devices, workload = plan.offers.cohort.devices, experiment.config.workload
+            bytes_down = _downloaded(state, plan, outcome)
+            done = _performed(record, plan, outcome, bytes_down, workload.epochs)
             record = charge(done, devices, i, workload)
         records.append(record)
     return tuple(records)
@@ -501,7 +684,7 @@ def _disclosed(budget: float) -> float:
 
 
 def _performed(
-    record: DeviceRecord, plan: RoundPlan, outcome: Outcome, bytes_down: int
+    record: DeviceRecord, plan: RoundPlan, outcome: Outcome, bytes_down: int, epochs: int
 ) -> DeviceRecord:
     """The same of a device that was given an assignment."""
     assignment, reply, strategies = outcome.assignment, outcome.reply, plan.strategies
@@ -515,7 +698,8 @@ def _performed(
         beta=float(strategies.beta[i]),
         frequency_hz=float(strategies.frequency_hz[i]),
         gain=float(strategies.gain[i]),
-        flops_ratio=assignment.plan.flops_ratio,
+        flops_ratio=assignment.flops_ratio,
+        work=share_done(record.samples, epochs, assignment.work) * reply.done,
         weight=assignment.weight,
         bytes_up=len(reply.payload),
         bytes_down=bytes_down,
@@ -543,7 +727,7 @@ def _downloaded(state: ServerState, plan: RoundPlan, outcome: Outcome) -> int:
 def charge(record: DeviceRecord, devices: Devices, i: int, workload: Workload) -> DeviceRecord:
     """What the i-th device pays for the FLOPs it computed, at its clock, and the bytes it sent."""
     here = devices.take(slice(i, i + 1))
-    cycles = cost.sub_model_cycles(here, workload, record.flops_ratio)
+    cycles = cost.sub_model_cycles(here, workload, record.flops_ratio, record.work)
     clock, upload_s = np.array([record.frequency_hz]), 8 * record.bytes_up / record.rate_bps
     return replace(
         record,

@@ -72,7 +72,7 @@ def begin(folder: Path, config: Config) -> RunWriter:
 
 def files_of(config: Config) -> dict[str, str]:
     """The SHA-256 of the data and device profiles that a configuration names as files."""
-    named = (config.data.name, *config.fleet.profiles)
+    named = (config.data.name, *config.fleet.profile_names)
     paths = (Path(name) for name in named if name.endswith((".npz", ".toml")))
     return {str(path): digest(path) for path in paths if path.is_file()}
 

@@ -23,6 +23,10 @@ Plot = Annotated[Path | None, Option("--plot", help="Also draw a figure into thi
 RunFolder = Annotated[Path | None, Option("--out", help="Run directory")]
 Resume = Annotated[Path | None, Option(help="Resume this run directory")]
 Workers = Annotated[int, Option(help="Processes; 0: one per core")]
+Track = Annotated[
+    list[str] | None,
+    Option(metavar="TRACKER", help="Also log to tensorboard, mlflow or wandb; may be repeated"),
+]
 TotalRounds = Annotated[
     int | None, Option(min=1, help="Total rounds; default: as in the preset or run")
 ]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import time
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import nullcontext, suppress
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -13,15 +13,16 @@ from typing import Any
 
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
-from anycostfl.cli._console import emit_json, note, out, print_table, say
+from anycostfl.cli._console import amount, emit_json, note, out, print_table, say
 from anycostfl.config import Config, to_toml
-from anycostfl.errors import ConfigError, MissingExtraError
+from anycostfl.errors import ConfigError, MissingExtraError, printable
 from anycostfl.files import writing_to
 from anycostfl.metrics import METRICS, MetricInfo
 from anycostfl.records.budgets import budget_uses, over_budget
 from anycostfl.records.round import Records, RoundRecord, Status, total
 from anycostfl.records.run import ELSEWHERE, PAGE, RunWriter
 from anycostfl.report import draw_curves, summarise, write_page
+from anycostfl.report.trackers import Sink, values_of
 from anycostfl.runs import Resumed, begin, check_engine, resume
 
 WHAT_WOULD_DO = (
@@ -37,6 +38,7 @@ MISHAPS = {
     "updates_excluded": "excluded",
     "devices_suspended": "devices suspended",
     "rounds_suspended": "rounds suspended",
+    "rounds_remarked": "model reset, rounds",
 }
 
 
@@ -103,8 +105,9 @@ def follow(
     folder: Path,
     *,
     quiet: bool,
+    sinks: Sequence[Sink] = (),
 ) -> bool:
-    """Add rounds to the records as they come, show them, and keep the page of the run fresh.
+    """Add rounds to the records as they come, show and track them, and keep the page fresh.
 
     True if Ctrl-C stopped them.
     """
@@ -122,13 +125,17 @@ def follow(
         with bar if live else nullcontext():
             for record in rounds:
                 records.append(record)
+                for sink in sinks:
+                    sink(len(records), values_of(records, config.metric))
                 now = time.monotonic()
                 if live:
-                    line = _line(records, config.metric, now - before)
+                    line = printable(_line(records, config.metric, now - before))
                     bar.update(task, completed=len(records), description=line)
                 elif not quiet:
                     say(f"round {len(records):4d}  {_line(records, config.metric, now - before)}")
                 before = now
+                if record.remark and not quiet:
+                    note(f"round {len(records)}: {record.remark}")
                 if len(records) % config.run.checkpoint_every == 0 and len(records) >= next_page:
                     _write_views(config, folder, records, curves=False)
                     next_page = 1.05 * len(records)  # so that pages of long runs cost little in all
@@ -140,8 +147,8 @@ def follow(
 def _line(done: Records, info: MetricInfo, seconds: float) -> str:
     """What was reached and spent, and how long the last round took."""
     spent = total(done)
-    cost = f"{spent.latency_s / 60:6.2f} min  {spent.energy_j / 1e3:7.3f} kJ"
-    size = f"{spent.bytes_up / 1e6:7.1f} MB up"
+    cost = f"{amount(spent.latency_s, 's'):>8}  {amount(spent.energy_j, 'J'):>8}"
+    size = f"{amount(spent.bytes_up, 'B'):>8} up"
     return f"{last_metric(done, info)}  {cost}  {size}  {seconds:5.1f} s/round"
 
 
@@ -207,8 +214,8 @@ def in_words(
         words[info.name] = f"{info.show(summary['final'])}, at best {info.show(summary['best'])}"
     words |= {name: _other(name, value, info) for name, value in summary["others"].items()}
     words["cost"] = spent(summary["simulated_minutes"], summary["energy_kj"], real=real)
-    up, down = _short(summary["uploaded_mb"]), _short(summary["downloaded_mb"])
-    words["bytes"] = f"{up} MB up{share}, {down} MB down"
+    up, down = (amount(1e6 * summary[key], "B") for key in ("uploaded_mb", "downloaded_mb"))
+    words["bytes"] = f"{up} up{share}, {down} down"
     if summary["mean_alpha"]:
         words["on average"] = f"α {summary['mean_alpha']:.2f}, β {summary['mean_beta']:.4f}"
     if summary["target"] is not None:
@@ -237,12 +244,7 @@ def counted(value: int | Mapping[str, int]) -> str:
 def spent(minutes: float, kilojoules: float, *, real: bool = False) -> str:
     """Time and energy as a person reads them; those of real devices follow their profiles."""
     kind, why = ("", " by the profiles") if real else (" simulated", "")
-    return f"{_short(minutes)}{kind} minutes, {_short(kilojoules)} kJ{why}"
-
-
-def _short(value: float) -> str:
-    """Three digits, or all before the point."""
-    return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
+    return f"{amount(60 * minutes, 's')}{kind}, {amount(1e3 * kilojoules, 'J')}{why}"
 
 
 def _share_of_whole_models(config: Config, records: Records) -> str:

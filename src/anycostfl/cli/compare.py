@@ -19,6 +19,7 @@ from anycostfl.config import Config, load_preset, preset_names
 from anycostfl.errors import AnycostError, ConfigError
 from anycostfl.evaluation import compare as evaluation
 from anycostfl.evaluation.compare import Enough, Finding, Runs, Series, make_case
+from anycostfl.evaluation.equal import compare_equally, validated_rate
 from anycostfl.experiment import resolve
 from anycostfl.records.round import Records
 
@@ -34,6 +35,7 @@ def compare(
     rates: shared.Rates = "",
     trial: shared.Trial = None,
     full: Annotated[bool, Option("--full", help="Run all rounds, beyond the target")] = False,
+    budgets: Annotated[str, Option(help="own, or strict: every method keeps them")] = "",
     set_: Overrides = None,
     out_dir: shared.Folder = None,
     workers: Workers = 0,
@@ -45,18 +47,22 @@ def compare(
 
     With --learning-rates, each method is tried at every rate (all for a quarter of --trial rounds,
     the better half for half of it, and so on; larger ones too, while the largest is the best) and
-    continues with the one that did best. Ctrl-C stops cleanly; the same command resumes. The table
+    continues with the one that did best. With strict budgets, every method keeps those of every
+    device, rates are chosen on a validation part of the training samples, and all rounds are run:
+    targets are met by smoothed curves. Ctrl-C stops cleanly; the same command resumes. The table
     shows all methods that have runs in the folder.
     """
     if shared.sets_method(set_):
         raise ConfigError(["--set run.method: has no effect; --methods names the methods to run"])
+    set_ = [*(set_ or []), *([f"run.budgets={budgets}"] if budgets else [])]
     config = resolve(load_config(preset, set_, rounds, target))
+    strict = config.run.budgets == "strict"
     if seeds < 1:
         raise ConfigError([f"--seeds: given {seeds}, must be >= 1"])
     chosen, name = shared.methods_in(method_names), Path(preset).stem
     folder, goal = out_dir or Path("runs", f"compare-{name}"), config.run.target
     series = shared.open_series(folder, workers, rates, trial, only_show=only_show, quiet=json)
-    enough = evaluation.lasted(config.run.rounds) if full else evaluation.reached(config)
+    enough = evaluation.lasted(config.run.rounds) if full or strict else evaluation.reached(config)
 
     def study() -> Finding:
         runs = _runs(series, config, chosen, seeds, enough)
@@ -65,6 +71,8 @@ def compare(
         for method, of_method in runs.items():
             for why in filter(None, (nothing_learnt(records) for _, records in of_method)):
                 note(f"{method}: {why}")
+        if strict:
+            return compare_equally(runs, config)
         # The paper's experiment of that name, if it went for the same goal.
         same = preset in preset_names() and load_preset(preset).run.target == goal
         return evaluation.compare_runs(runs, config, preset if same else "")
@@ -85,7 +93,10 @@ def _runs(
     """The runs of the chosen methods, and what earlier commands ran for the same table."""
 
     def of_method(series: Series, method: str) -> list[tuple[Config, Records]]:
-        rate, first = series.best_rate(config, method), config.run.seed
+        first, strict = config.run.seed, config.run.budgets == "strict"
+        rate = (
+            validated_rate(series, config, method) if strict else series.best_rate(config, method)
+        )
         cases = [make_case(config, method, rate, seed) for seed in range(first, first + seeds)]
         return [(c.config, records) for c in cases if (records := series.advance(c, enough))]
 

@@ -3,19 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict
+from contextlib import suppress
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Annotated
 
 import click
 from typer import Argument, Option
 
-from anycostfl.cli._console import Json, emit_json, err, note, print_table, say
+from anycostfl.cli._console import Json, amount, emit_json, err, note, print_table, say
+from anycostfl.data.files import DataMissingError
 from anycostfl.errors import ConfigError
-from anycostfl.export import cut, least_alpha, open_trained, widths
-from anycostfl.export.formats import FORMATS, write, write_elastic
+from anycostfl.export import cut, least_alpha, metric_of, open_trained, widths
+from anycostfl.export.card import card_of
+from anycostfl.export.formats import FORMATS, deployed_for, write, write_elastic
 from anycostfl.export.trained import TrainedModel
 from anycostfl.export.widths import Width
+from anycostfl.files import atomic_write, writing_to
 from anycostfl.metrics import MetricInfo
 
 TABLE_ALPHAS = (1.0, 0.875, 0.75, 0.625, 0.5, 0.375, 0.25)
@@ -27,18 +31,27 @@ def export(
     alpha: Annotated[list[float] | None, Option(help="Width, 0 < α ≤ 1; may be repeated")] = None,
     fit: Annotated[str, Option(help="The widest within 3ms, 2MB or 50MFLOP")] = "",
     format_: Annotated[
-        str, Option("--format", click_type=CHOICES, help="elastic: all widths in one file")
+        str,
+        Option("--format", click_type=CHOICES, help="executorch: .pte; elastic: all widths in one"),
     ] = "onnx",
     out_file: Annotated[Path | None, Option("--out", help="File to write")] = None,
+    prepare: Annotated[
+        bool,
+        Option(
+            "--preparation/--no-preparation",
+            help="The file prepares raw input itself, or takes prepared input",
+        ),
+    ] = True,
     table: Annotated[bool, Option("--table", help="Measure several widths")] = False,
     json: Json = False,
 ) -> None:
     """Cut the model of a run to any width and write it for a device, checked against PyTorch.
 
-    Latency is that of one sample on one thread of this machine: run it on the target device.
-    `--table` also writes RUN/widths.json, which the report shows.
+    The file takes raw input, as the task's data has it, and a model card stands beside it. Latency
+    is that of one sample on one thread of this machine: run it on the target device. `--table`
+    measures every width in 32 and 8 bits and writes RUN/widths.json, which the report shows.
     """
-    _check_options(alpha or [], fit, format_, out_file, table=table)
+    _check_options(alpha or [], fit, format_, out_file, table=table, prepare=prepare)
     trained = open_trained(run)
     note(*trained.remarks)
     name = trained.config.model.name
@@ -47,26 +60,35 @@ def export(
         return
     if table:
         _warn_untrained(trained, alpha or [])
-        _measure(trained, run, alpha or _table_alphas(trained), json=json)
+        alphas = alpha or _table_alphas(trained)
+        _measure(trained, run, alphas, prepare=prepare, json=json)
         return
-    fitted = widths.widest(trained, widths.parse_limit(fit), format_) if fit else None
+    limit = widths.parse_limit(fit) if fit else None
+    fitted = widths.widest(trained, limit, format_, prepare=prepare) if limit else None
     chosen = [fitted.alpha] if fitted else alpha or []
     _warn_untrained(trained, chosen)
     suffix = FORMATS[format_].suffix
-    files = {a: out_file or run / f"{name}-alpha-{a:.4g}{suffix}" for a in chosen}
+    kind = "-int8" if format_ == "int8" else ""
+    files = {a: out_file or run / f"{name}-alpha-{a:.4g}{kind}{suffix}" for a in chosen}
     rows = []
     for a, path in files.items():
-        width, difference = _export_width(trained, a, path, format_, fitted)
-        rows.append({"file": str(path), "difference": difference, **asdict(width)})
+        width = _export_width(trained, a, path, format_, fitted, prepare=prepare)
+        rows.append({"file": str(path), **asdict(width)})
         if not json:
-            say(f"{path}: differs from PyTorch by at most {difference:.1e}")
+            say(f"{path}: differs from PyTorch by at most {width.difference:.1e}")
             _show([width], trained.config.metric)
     if json:
         emit_json({"format": format_, "exported": rows})
 
 
 def _check_options(
-    alpha: Sequence[float], fit: str, format_: str, out_file: Path | None, *, table: bool
+    alpha: Sequence[float],
+    fit: str,
+    format_: str,
+    out_file: Path | None,
+    *,
+    table: bool,
+    prepare: bool,
 ) -> None:
     if fit:
         widths.parse_limit(fit)
@@ -75,14 +97,16 @@ def _check_options(
         problems.append("--format elastic contains all widths: no --alpha, --fit or --table")
     elif alpha and fit:
         problems.append("--alpha and --fit: give only one of them")
+    elif not prepare and not FORMATS.get(format_, FORMATS["onnx"]).prepares:
+        problems.append(f"--no-preparation: --format {format_} holds weights only, leave it out")
     elif table and (fit or out_file or format_ != "onnx"):
         problems.append("--table measures ONNX files: no --fit, --out or other --format")
     elif format_ != "elastic" and not (alpha or fit or table):
         problems.append("give a width: --alpha 0.25, --fit 3ms, --table, or --format elastic")
     if out_file is not None:
-        formats = {kind.suffix: name for name, kind in FORMATS.items()}
-        written = "safetensors" if format_ == "elastic" else format_
-        if formats.get(out_file.suffix, written) != written:
+        formats = {kind.suffix for kind in FORMATS.values()}
+        written = FORMATS["safetensors" if format_ == "elastic" else format_].suffix
+        if out_file.suffix in formats - {written}:
             problems.append(f"--out: given {out_file}, which is not a suffix of --format {format_}")
         if len(alpha) > 1:
             problems.append(
@@ -112,15 +136,30 @@ def _export_elastic(trained: TrainedModel, path: Path, *, json: bool) -> None:
 
 
 def _export_width(
-    trained: TrainedModel, alpha: float, path: Path, format_: str, fitted: Width | None
-) -> tuple[Width, float]:
-    """A width as a checked file, and its difference; what fitted is not measured again."""
+    trained: TrainedModel,
+    alpha: float,
+    path: Path,
+    format_: str,
+    fitted: Width | None,
+    *,
+    prepare: bool,
+) -> Width:
+    """A width as a checked file with its card; what fitted is not measured again."""
     sub = cut(trained, alpha)
-    difference = write(trained, sub, path, format_)
-    latency_ms = fitted.latency_ms if fitted else None
-    if format_ == "onnx" and latency_ms is None:
-        [latency_ms] = widths.measure_latency_ms([path], trained.example(1))
-    return widths.width_of_file(trained, sub, path, latency_ms=latency_ms), difference
+    deployed = deployed_for(trained, sub, format_, prepare=prepare)
+    difference = write(trained, sub, path, format_, prepare=prepare)
+    latency_ms, metric = fitted.latency_ms if fitted else None, None
+    if FORMATS[format_].suffix == ".onnx":
+        with suppress(DataMissingError):
+            metric = metric_of(trained, widths.OnnxFile(path), deployed.test())
+        if latency_ms is None:
+            [latency_ms] = widths.measure_latency_ms([path], deployed.inputs(1))
+    width = widths.width_of_file(trained, sub, path, metric=metric, latency_ms=latency_ms)
+    width = replace(width, precision=widths.precision_of(format_), difference=difference)
+    card = card_of(trained, deployed, path, format_, width)
+    with writing_to(path, "Free some space"):
+        atomic_write(path.with_name(f"{path.name}.md"), card.encode())
+    return width
 
 
 def _table_alphas(trained: TrainedModel) -> list[float]:
@@ -131,12 +170,14 @@ def _table_alphas(trained: TrainedModel) -> list[float]:
     return [alpha for alpha in TABLE_ALPHAS if alpha >= least]
 
 
-def _measure(trained: TrainedModel, run: Path, alphas: Sequence[float], *, json: bool) -> None:
+def _measure(
+    trained: TrainedModel, run: Path, alphas: Sequence[float], *, prepare: bool, json: bool
+) -> None:
     def on_start(alpha: float) -> None:
         if not json:
             err.print(f"measuring α = {alpha:g} …")
 
-    measured = widths.measure_widths(trained, alphas, on_start)
+    measured = widths.measure_widths(trained, alphas, on_start, prepare=prepare)
     path = widths.save_widths(run, measured)
     if json:
         emit_json({"widths": [asdict(width) for width in measured]})
@@ -151,11 +192,13 @@ def _show(measured: Sequence[Width], info: MetricInfo) -> None:
     """A table without the columns that were not measured."""
     columns = {
         ">α": [f"{w.alpha:.4g}" for w in measured],
+        "precision": [w.precision for w in measured],
         f">{info.name}": [info.show(w.metric) for w in measured if w.metric is not None],
         ">parameters": [f"{w.parameters:,}" for w in measured],
-        ">MFLOP": [f"{w.flops / 1e6:.2f}" for w in measured],
-        ">kB": [f"{w.bytes / 1e3:,.0f}" for w in measured],
-        ">ms": [f"{w.latency_ms:.3f}" for w in measured if w.latency_ms is not None],
+        ">MFLOP": [f"{w.flops / 1e6:.3g}" for w in measured],
+        ">size": [amount(w.bytes, "B") for w in measured],
+        ">latency": [amount(w.latency_ms / 1e3, "s") for w in measured if w.latency_ms is not None],
+        ">error": [f"{w.difference:.2g}" for w in measured if w.difference is not None],
     }
     known = {title: cells for title, cells in columns.items() if cells}
     print_table("", list(known), list(zip(*known.values(), strict=True)))

@@ -5,20 +5,23 @@ from __future__ import annotations
 import importlib
 import os
 import sys
-from collections import defaultdict
+import time
+from collections import Counter, defaultdict
 from typing import Annotated, Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from typer import Option
 
 from anycostfl import models
 from anycostfl.cli._console import Json, emit_json, print_table, say
-from anycostfl.coupling.result import Group
+from anycostfl.coupling.atoms import Reason
+from anycostfl.coupling.result import Group, Pin
 from anycostfl.errors import ConfigError, UnknownNameError
 from anycostfl.shrink import ElasticModel, SubModel
 from anycostfl.shrink.elastic import size_bits
 from anycostfl.shrink.widths import regions, take
+from anycostfl.state import tensors_of
 
 COSTS = {  # key of the document, digits, unit
     "parameters": ("parameters", ",", 1),
@@ -28,46 +31,53 @@ COSTS = {  # key of the document, digits, unit
 
 
 def inspect(
-    model: Annotated[str, Option(help=f"{', '.join(models.names())} or package.module:make")],
+    model: Annotated[str, Option(help=f"{', '.join(models.names())} or package.module:function")],
     alpha: Annotated[float, Option(help="Shrinking factor, in (0, 1]")] = 0.25,
     rule: Annotated[str, Option(help="Widths: sqrt (the paper), fast, even")] = "sqrt",
     shape: Annotated[str, Option("--input", help="Shape of one sample: 3,32,32")] = "",
     json: Json = False,
 ) -> None:
     """Show which channels of a model shrink together and what a sub-model of factor ALPHA costs."""
-    module, example = _load(model, shape)
-    net = ElasticModel(module, example, rule=rule)
-    document = describe(model, net, net.shrink(alpha))
+    module, inputs = _load(model, shape)
+    seconds = time.process_time()
+    net = ElasticModel(module, *inputs, rule=rule)
+    seconds = time.process_time() - seconds
+    document = describe(model, net, net.shrink(alpha), seconds)
     if json:
         emit_json(document)
     else:
         _show(document, net)
 
 
-def _load(model: str, shape: str) -> tuple[nn.Module, Tensor]:
-    """A model of this package by name, or a custom one as package.module:callable."""
+def _load(model: str, shape: str) -> tuple[nn.Module, tuple[Any, ...]]:
+    """A model of this package by name, or a custom one as package.module:function."""
     path, custom, name = model.partition(":")
     if not custom:
         if shape:
-            why = f"{model} brings its own shape; only for package.module:make"
+            why = f"{model} brings its own shape; only for package.module:function"
             raise ConfigError([f"--input: given {shape}, but {why}"])
         spec = models.load(model)
-        return spec.build(), spec.example(2)
+        return spec.build(), (spec.example(2),)
     sys.path.insert(0, os.getcwd())
     try:
-        module = getattr(importlib.import_module(path), name)()
+        made = getattr(importlib.import_module(path), name)()
     except Exception as error:
         raise UnknownNameError(
-            f"cannot load {model!r}: {type(error).__name__}: {error}. Give package.module:make, "
-            "where make() needs no arguments and returns an nn.Module"
+            f"cannot load {model!r}: {type(error).__name__}: {error}. Give package.module:function,"
+            " where function() needs no arguments and returns an nn.Module, or a tuple of an"
+            " nn.Module and example inputs for it"
         ) from error
+    module, *inputs = made if isinstance(made, tuple) else (made,)
     if not isinstance(module, nn.Module):
         raise UnknownNameError(f"{model!r} returns {type(module).__name__}, not an nn.Module")
+    if inputs and not shape:
+        return module, tuple(inputs)
     try:
-        return module, torch.randn(2, *(int(n) for n in shape.split(",")))
+        return module, (torch.randn(2, *(int(n) for n in shape.split(","))),)
     except (ValueError, RuntimeError) as error:  # not numbers, or negative
         raise UnknownNameError(
-            f"--input {shape!r} is not a shape; give the shape of one sample, such as 3,32,32"
+            f"--input {shape!r} is not a shape; give the shape of one sample, such as 3,32,32, "
+            "or let the function return (module, example inputs)"
         ) from error
 
 
@@ -75,13 +85,19 @@ def _count(module: nn.Module) -> int:
     return sum(p.numel() for p in module.parameters())
 
 
-def describe(name: str, net: ElasticModel, sub: SubModel) -> dict[str, Any]:
+def describe(name: str, net: ElasticModel, sub: SubModel, seconds: float) -> dict[str, Any]:
     """Everything the tables show, as plain values."""
     plan, flops = sub.plan, net.training_flops
     return {
         "model": name,
         "alpha": plan.alpha,
         "rule": net.rule,
+        "trace_cpu_seconds": seconds,
+        "coverage": {
+            "parameters": _shrinking_parameters(net) / max(_count(net.module), 1),
+            "training_flops": net.coupling.coverage(),
+        },
+        "would_raise_it": _obstacles(net),
         "literal_sizes_rewritten": net.rewritten,
         "parameters": {"full": _count(net.module), "sub": _count(sub.module)},
         "update_bits": {"full": net.size_bits, "sub": size_bits(sub.module)},
@@ -105,6 +121,35 @@ def describe(name: str, net: ElasticModel, sub: SubModel) -> dict[str, Any]:
             for pin in net.coupling.pins
         ],
     }
+
+
+def _shrinking_parameters(net: ElasticModel) -> int:
+    """The parameters in tensors of which some dimension shrinks."""
+    shrink = {slot.tensor for group in net.coupling.groups for slot in group.slots}
+    return sum(p.numel() for n, p in net.module.named_parameters() if n in shrink)
+
+
+def _obstacles(net: ElasticModel) -> list[dict[str, Any]]:
+    """What pins the most parameters besides the model's own inputs and outputs."""
+    sizes = {name: p.numel() for name, p in net.module.named_parameters()}
+    held: Counter[Reason] = Counter()
+    for pin in net.coupling.pins:
+        if pin.reason.operation != "output" and pin.reason.why not in INHERENT:
+            size = sizes.get(pin.tensor, 0)
+            held[pin.reason] += size * pin.positions // _length(net, pin)
+    return [
+        {"operation": r.operation, "module": r.where, "why": r.why, "parameters": count}
+        for r, count in held.most_common(5)
+        if count
+    ]
+
+
+def _length(net: ElasticModel, pin: Pin) -> int:
+    return int(tensors_of(net.module)[pin.tensor].shape[pin.dim])
+
+
+INHERENT = {"meets the model's input", "rows are chosen by the data"}
+"""Reasons to pin that no rule could remove."""
 
 
 def _describe_group(group: Group, net: ElasticModel, sub: SubModel) -> dict[str, Any]:
@@ -147,10 +192,22 @@ def _show(document: dict[str, Any], net: ElasticModel) -> None:
         ratio = f"{small / full:.3f}" if full else ""
         rows.append((title, format(full, digits), format(small, digits), ratio))
     print_table("cost", ("", ">full", f">{alpha}", ">ratio"), rows)
+    covered = document["coverage"]
+    say(
+        f"Coverage: {covered['training_flops']:.0%} of training FLOPs and "
+        f"{covered['parameters']:.0%} of parameters are in tensors that shrink. "
+        f"Traced in {document['trace_cpu_seconds']:.1f} s of CPU time."
+    )
+    for obstacle in document["would_raise_it"]:
+        place = f" in {obstacle['module']}" if obstacle["module"] else ""
+        say(
+            f"Would raise it: {obstacle['operation']}{place} holds {obstacle['parameters']:,} "
+            f"parameters ({obstacle['why']})"
+        )
     if document["unused"]:
         say("Not used by the example input, never cut: " + ", ".join(document["unused"]))
     if net.rewritten:
-        say("Sub-models run from a captured graph: forward contains literal sizes.")
+        say("The code contains literal sizes: sub-models replace them as they run.")
     for names in document["turn_together"]:
         if len(names) > 1:
             say("Tied widths: " + ", ".join(names))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import signal
 import sys
+from collections.abc import Sequence
 from contextlib import nullcontext
 from pathlib import Path
 from types import FrameType
@@ -12,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from typer import Argument, Exit, Option
 
-from anycostfl.cli._console import err
+from anycostfl.cli._console import err, say
 from anycostfl.cli._flower import need_flower
 from anycostfl.cli._options import PROFILES
 from anycostfl.config import load_profile
@@ -22,6 +23,7 @@ from anycostfl.machine.clock import restored_clock, settable_clock
 from anycostfl.machine.usage import has_meter
 
 if TYPE_CHECKING:
+    from anycostfl.flower.bundle import Identity
     from anycostfl.flower.device import Setup
     from anycostfl.flower.node import Address
 
@@ -32,74 +34,88 @@ DATA = (
 )
 
 
+Rate = Annotated[float, Option(help="Uplink in bits per second; 0: as in the profile")]
+Joules = Annotated[float, Option(help="Energy budget of a round, in joules; 0: no limit")]
+Seconds = Annotated[float, Option(help="Latency budget of a round; 0: as in the experiment")]
+Memory = Annotated[float, Option(help="Bytes that this process may take to train; 0: no limit")]
+Confidence = Annotated[float, Option(help="With which budgets are kept: 0.95 is 1 in 20 over")]
+State = Annotated[Path | None, Option(help="File of learnt costs; default: beside --key")]
+Believe = Annotated[bool, Option("--believe", help="Plan with the profile, whatever is measured")]
+SetClock = Annotated[bool, Option("--set-clock", help="Set the clock as planned (cpufreq)")]
+Split = Annotated[bool, Option("--split", help="A part of --data, as the experiment is split")]
+AllData = Annotated[bool, Option("--all-data", hidden=True, help="All of --data, as without it")]
+Patience = Annotated[float, Option(help="Seconds to try an unreachable server; 0: forever")]
+Insecure = Annotated[bool, Option("--insecure", help="No TLS, no key: anyone can read along")]
+Unit = Annotated[bool, Option("--unit", help="Print a systemd unit that joins with this bundle")]
+Bundle = Annotated[Path | None, Option(help="Instead: one file that `keys --bundle` made")]
+
+
 def join(
-    server: Annotated[str, Argument(help="HOST:PORT of `anycostfl serve`")],
-    device: Annotated[int, Option(min=0, help="Number of this device in the fleet, from 0")],
+    server: Annotated[str, Argument(help="HOST:PORT of `anycostfl serve`")] = "",
+    device: Annotated[int, Option(help="Number of this device in the fleet, from 0")] = -1,
+    bundle: Bundle = None,
+    unit: Unit = False,
     key: Annotated[Path | None, Option(help="Private key of this device")] = None,
     trust: Annotated[Path | None, Option(help="The server's ca.crt")] = None,
     profile: Annotated[str, Option(help=f"Hardware of this device: {PROFILES}")] = "",
-    rate_bps: Annotated[
-        float, Option(help="Uplink in bits per second; 0: as in the profile")
-    ] = 0.0,
-    energy_j: Annotated[float, Option(help="Energy budget of a round, in joules")] = 0.0,
-    latency_s: Annotated[
-        float, Option(help="Latency budget of a round; 0: as in the experiment")
-    ] = 0.0,
-    memory_bytes: Annotated[
-        float, Option(help="Memory that this process may take while it trains; 0: no limit")
-    ] = 0.0,
-    confidence: Annotated[
-        float, Option(help="With which a budget is kept: 0.95 is one round in twenty over")
-    ] = 0.95,
-    state: Annotated[
-        Path | None, Option(help="File of what is learnt about costs; default: beside --key")
-    ] = None,
-    believe: Annotated[
-        bool, Option("--believe", help="Plan with the profile as it is, whatever is measured")
-    ] = False,
-    set_clock: Annotated[
-        bool, Option("--set-clock", help="Set the processor's clock as planned (cpufreq)")
-    ] = False,
+    rate_bps: Rate = 0.0,
+    energy_j: Joules = 0.0,
+    latency_s: Seconds = 0.0,
+    memory_bytes: Memory = 0.0,
+    confidence: Confidence = 0.95,
+    state: State = None,
+    believe: Believe = False,
+    set_clock: SetClock = False,
     data: Annotated[str, Option(help=DATA)] = "",
-    split: Annotated[
-        bool, Option("--split", help="Train on a part of --data, as the experiment is split")
-    ] = False,
-    all_data: Annotated[
-        bool, Option("--all-data", hidden=True, help="Train on all of --data, as without it")
-    ] = False,
+    split: Split = False,
+    all_data: AllData = False,
     threads: Annotated[int, Option(help="Training threads; 0: one per core")] = 0,
-    patience_s: Annotated[
-        float, Option(help="Seconds to try an unreachable server; 0: forever")
-    ] = 0.0,
-    insecure: Annotated[
-        bool, Option("--insecure", help="No TLS and no key: anyone can read the traffic")
-    ] = False,
+    methods: Annotated[str, Option(help="Methods to take part in, by commas; empty: all")] = "",
+    max_epochs: Annotated[int, Option(help="Local epochs to train at most; 0: any")] = 0,
+    min_batch: Annotated[int, Option(help="Samples of a batch at the least; 0: any")] = 0,
+    patience_s: Patience = 0.0,
+    insecure: Insecure = False,
 ) -> None:
     """Take part in the server's experiment until Ctrl-C.
 
     What a round costs is measured and learnt; a profile is only where that begins. Without any
     budget and --profile it acts as the member of that number of the experiment's simulated fleet.
     """
+    if problems := _identity_problems(bundle, server, device, (key, trust), insecure=insecure):
+        raise ConfigError(problems)
     if split and all_data:
         raise ConfigError(["--split: not with --all-data"])
-    learnt = str(state or (key.with_name(f"{key.name}.costs.json") if key else ""))
+    need_flower()
+    from anycostfl.flower import bundle as bundles  # noqa: PLC0415 - optional
+
+    if unit and bundle:
+        say(bundles.unit_of(bundles.read_bundle(bundle), _absolute(sys.argv[1:], bundle)))
+        return
     budgets = {"latency_s": latency_s, "energy_j": energy_j, "memory_bytes": memory_bytes}
     hardware = {"profile": profile, "rate_bps": rate_bps, "threads": threads or cores()}
-    how = {"confidence": confidence, "state": learnt, "believe": believe, "set_clock": set_clock}
-    table = {"device": device, "data": data, "split": split, **budgets, **hardware, **how}
-    _take_part((server, trust, key, patience_s), table, insecure=insecure)
+    learnt = {"confidence": confidence, "state": _state(state, bundle or key)}
+    how = {"believe": believe, "set_clock": set_clock, "data": data, "split": split}
+    allowed = {"methods": methods, "max_epochs": max_epochs, "min_batch": min_batch}
+    given = bundles.Identity(server, device, trust, key)
+    with bundles.identity_of(bundle) if bundle else nullcontext(given) as who:
+        table = {**budgets, **hardware, **learnt, **how, **allowed}
+        _take_part(who, table, patience_s, insecure=insecure)
 
 
-def _take_part(
-    where: tuple[str, Path | None, Path | None, float], table: dict[str, Any], *, insecure: bool
-) -> None:
-    """Be the device, until it is told to leave."""
-    need_flower()
+def _state(chosen: Path | None, identity: Path | None) -> str:
+    """The file of what is learnt: beside what this device is known by."""
+    beside = identity.with_name(f"{identity.name}.costs.json") if identity else ""
+    return str(chosen or beside)
+
+
+def _take_part(who: Identity, table: dict[str, Any], patience_s: float, *, insecure: bool) -> None:
+    """Be a device until Ctrl-C."""
     from anycostfl.flower import device as apps  # noqa: PLC0415 - optional
     from anycostfl.flower.node import Address  # noqa: PLC0415
     from anycostfl.flower.node import join as be_a_node  # noqa: PLC0415
 
-    setup, address = apps.Setup(**table), Address(*where)
+    setup = apps.Setup(device=who.device, **table)
+    address = Address(who.server, who.trust, who.key, patience_s)
     if problems := [*_address_problems(address, insecure=insecure), *_setup_problems(setup)]:
         raise ConfigError(problems)
     signal.signal(signal.SIGTERM, _leave)
@@ -111,6 +127,29 @@ def _take_part(
     except KeyboardInterrupt:
         err.print("left the fleet")
         raise Exit(130) from None
+
+
+def _identity_problems(
+    bundle: Path | None,
+    server: str,
+    device: int,
+    files: Sequence[Path | None],
+    *,
+    insecure: bool,
+) -> list[str]:
+    """What is wrong with who this device is: a bundle says all of it, or the options do."""
+    if bundle is None:
+        problems = [] if server else ["SERVER: missing, must be HOST:PORT; or give --bundle"]
+        return problems if device >= 0 else [*problems, "--device: missing, must be >= 0"]
+    if server or device >= 0 or any(files) or insecure:
+        return ["--bundle: given with SERVER, --device, --key, --trust or --insecure, which it has"]
+    return []
+
+
+def _absolute(arguments: Sequence[str], bundle: Path) -> list[str]:
+    """The same arguments for a unit: files by their whole path."""
+    kept = [argument for argument in arguments if argument != "--unit"]
+    return [str(Path(a).resolve()) if Path(a).is_file() or a == str(bundle) else a for a in kept]
 
 
 def _address_problems(address: Address, *, insecure: bool) -> list[str]:

@@ -8,6 +8,7 @@ import statistics
 import sys
 from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import asdict
 from typing import Annotated
 
 import numpy as np
@@ -23,6 +24,7 @@ from anycostfl.errors import ConfigError, MissingExtraError
 from anycostfl.experiment import build_experiment, load_data, resolve, split
 from anycostfl.loop import Rounds
 from anycostfl.planning.draw import draw_cohort
+from anycostfl.report.trackers import tracking
 from anycostfl.runs import journal
 from anycostfl.simulate import count_workers, simulate
 
@@ -37,6 +39,7 @@ def run(
     dry_run: Annotated[
         bool, Option("--dry-run", help="Only show the configuration and its cost")
     ] = False,
+    track: shared.Track = None,
     json: Json = False,
     rounds: shared.TotalRounds = None,
 ) -> None:
@@ -55,7 +58,8 @@ def run(
     writer = open_folder(before, out_dir, name, config)
     results, records = journal(results, config, writer), before.records if before else []
     finished = (result.record for result in results)
-    stopped = follow(finished, records, config, writer.folder, quiet=json)
+    with tracking(track or (), writer.folder, asdict(config)) as sinks:
+        stopped = follow(finished, records, config, writer.folder, quiet=json, sinks=sinks)
     if stopped:
         with suppress(KeyboardInterrupt):
             results.close()  # saves a checkpoint

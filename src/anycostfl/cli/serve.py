@@ -5,20 +5,23 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 from typer import Exit, Option
 
 from anycostfl.cli import _options as shared
-from anycostfl.cli._console import Json, print_table, say
+from anycostfl.cli._console import Json, note, print_table, say
 from anycostfl.cli._flower import hush_flower, need_flower
 from anycostfl.cli._rounds import conclude, follow, open_folder, resume_run
 from anycostfl.config import Config
 from anycostfl.errors import ConfigError
 from anycostfl.fleets.attackers import reject_attacks
+from anycostfl.planning.draw import reject_simulated_only
 from anycostfl.records.round import Records, Status, total
+from anycostfl.report.trackers import tracking
+from anycostfl.server.robust import served
 
 if TYPE_CHECKING:
     from anycostfl.flower.keys import KeyFolder
@@ -37,9 +40,18 @@ def serve(
         bool, Option("--insecure", help="No TLS and no keys: anyone may join")
     ] = False,
     wait_for: Annotated[int, Option(help="Devices to wait for; 0: a full cohort")] = 0,
-    min_replies: Annotated[int, Option(help="With fewer, a round changes nothing")] = 1,
+    min_replies: Annotated[
+        int, Option(help="With fewer, a round changes nothing; 0: 2, if the cohort allows")
+    ] = 0,
+    close_after: Annotated[
+        int, Option(help="Replies that end a round before its deadline; 0: all")
+    ] = 0,
     deadline_s: Annotated[float, Option(help="Deadline of a round, in seconds")] = 120.0,
     patience_s: Annotated[float, Option(help="Seconds to wait for devices")] = 600.0,
+    metrics: Annotated[
+        str, Option(metavar="PORT", help="Serve metrics for Prometheus at this port or HOST:PORT")
+    ] = "",
+    track: shared.Track = None,
     json: Json = False,
     rounds: shared.TotalRounds = None,
 ) -> None:
@@ -47,32 +59,40 @@ def serve(
     need_flower()
     hush_flower()
     from anycostfl.flower.fleet import RoundPolicy  # noqa: PLC0415
-    from anycostfl.flower.keys import KeyFolder  # noqa: PLC0415 - optional
+    from anycostfl.flower.keys import KeyFolder, check_expiry  # noqa: PLC0415 - optional
     from anycostfl.flower.link import ServerOptions, check_port, open_superlink  # noqa: PLC0415
     from anycostfl.flower.server import server_experiment  # noqa: PLC0415
 
     folder = None if insecure else KeyFolder(keys)
     if folder:
         _check_keys(folder)
+        note(*check_expiry(folder))
     check_port(host, port)
     before, name = None, preset or "demo"
     if resume is not None:
         besides = {"a preset": preset, "--set": set_, "--out": out_dir}
         before = resume_run(resume, rounds, besides, simulated=False)
     config = for_devices(before.config if before else shared.load_config(name, set_, rounds))
+    min_replies = min_replies or min(2, config.fleet.cohort)
     seconds = {"--deadline-s": deadline_s, "--patience-s": patience_s}
     _check_policy(config, seconds, wait_for, min_replies)
+    _check_close_after(config, close_after, min_replies)
     if before is None:
         server_experiment(config)  # before the folder: if this fails, none is left
     writer = open_folder(before, out_dir, name, config)
     records = before.records if before else []
-    policy = RoundPolicy(deadline_s, wait_for or config.fleet.cohort, min_replies, patience_s)
+    policy = RoundPolicy(
+        deadline_s, wait_for or config.fleet.cohort, min_replies, patience_s, close_after
+    )
     options = ServerOptions(writer.folder, host, port, folder, policy)
-    with open_superlink(options) as superlink:
+    with (
+        tracking(track or (), writer.folder, asdict(config), metrics) as sinks,
+        open_superlink(options) as superlink,
+    ):
         if not json:
             _announce(options, config)
         finished = superlink.follow(config.run.rounds)
-        stopped = follow(finished, records, config, writer.folder, quiet=json)
+        stopped = follow(finished, records, config, writer.folder, quiet=json, sinks=sinks)
     conclude(config, writer.folder, records, stopped=stopped, json=json, real=True)
     if not json:
         _show_wire(records, superlink.restarts)
@@ -108,12 +128,32 @@ def _check_policy(
         raise ConfigError(problems)
 
 
+def _check_close_after(config: Config, close_after: int, min_replies: int) -> None:
+    """A round that is closed early has at least the replies that it needs."""
+    cohort = config.fleet.cohort
+    if close_after and not min_replies <= close_after <= cohort:
+        raise ConfigError(
+            [f"--close-after: given {close_after}, must be 0 (all) or {min_replies} "
+             f"(--min-replies) to {cohort} (fleet.cohort)"]
+        )  # fmt: skip
+
+
 def for_devices(config: Config) -> Config:
-    """Leave to each device what it computes on, and lose no round if the server is killed."""
+    """Leave to each device what it computes on, and lose no round if the server is killed.
+
+    Defences that are off in simulation unless asked for are on.
+    """
     reject_attacks(config.attack)
+    reject_simulated_only(config.fleet)
     precision = config.training.precision
     training = replace(config.training, precision="fp32" if precision == "auto" else precision)
-    return replace(config, training=training, run=replace(config.run, checkpoint_every=1))
+    return replace(
+        config,
+        training=training,
+        run=replace(config.run, checkpoint_every=1),
+        aggregation=served(config.aggregation),
+        limits=replace(config.limits, claims=config.limits.claims or "median"),
+    )
 
 
 def _announce(options: ServerOptions, config: Config) -> None:

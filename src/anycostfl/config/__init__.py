@@ -85,7 +85,8 @@ class Compression:
 class Run:
     """How long to train, with which method, from which seed.
 
-    `target` is a value of the task's metric, in its own direction.
+    `target` is a value of the task's metric, in its own direction. With strict budgets, every
+    method keeps those of every device; `own` is as its paper has it.
     """
 
     rounds: Count
@@ -94,6 +95,7 @@ class Run:
     seed: Annotated[int, Interval(0.0)] = 0
     evaluate_every: Count = 1
     checkpoint_every: Count = 5
+    budgets: Annotated[str, OneOf(("own", "strict"))] = "own"
     weigh_samples: bool | None = None  # multiply weights by |D_i|; unset: as the method has it
 
     def __post_init__(self) -> None:
@@ -154,15 +156,21 @@ class Config:
         return problems
 
     def method_of(self, name: str) -> methods.Method:
-        """A method with what this configuration overrides."""
+        """A method as budgets ask for it, with what this configuration overrides."""
         asked: dict[str, Any] = {
             "codec": self.compression.codec,
             "feedback": self.compression.feedback,
             "momentum": self.server_optimizer.momentum,
+            "server": self.server_optimizer.kind,
+            "average": self.server_optimizer.average,
             "by_samples": self.run.weigh_samples,
         }
         given = {key: value for key, value in asked.items() if value is not None}
-        return replace(methods.load(name), **given)
+        return replace(self._method_as_budgeted(name), **given)
+
+    def _method_as_budgeted(self, name: str) -> methods.Method:
+        method = methods.load(name)
+        return method.strict or method if self.run.budgets == "strict" else method
 
     def limits_of(self, method: str) -> Limits:
         """The limits for a method: its upload ratio, if the preset gives one, and its codec.
@@ -181,7 +189,7 @@ class Config:
     def plan(self, devices: Devices) -> Strategies:
         """The strategy of every device, as the method of the run plans it (Sec. IV)."""
         name = self.run.method
-        return methods.load(name).plan(devices, self.workload, self.limits_of(name))
+        return self.method_of(name).plan(devices, self.workload, self.limits_of(name))
 
 
 def preset_names() -> list[str]:
@@ -218,7 +226,7 @@ def load_profile(name: str) -> Profile:
 
 def profiles_of(fleet: FleetSpec) -> dict[str, Profile]:
     """The device profiles that a fleet is made of, by name."""
-    return {name: load_profile(name) for name in fleet.profiles}
+    return {name: load_profile(name) for name in fleet.profile_names}
 
 
 def parse_config(text: str, source: str, *, foreign: bool = False) -> Config:
@@ -253,12 +261,16 @@ def to_toml(config: Config) -> str:
 
 def _without_none(table: Mapping[str, Any]) -> dict[str, Any]:
     """A table as TOML can write it: scalars first, nothing that is unset."""
-    known = {
-        key: _without_none(value) if isinstance(value, Mapping) else value
-        for key, value in table.items()
-        if value is not None
-    }
+    known = {key: _plain(value) for key, value in table.items() if value is not None}
     return dict(sorted(known.items(), key=lambda item: isinstance(item[1], dict)))
+
+
+def _plain(value: Any) -> Any:
+    """A value as TOML can write it; tables within lists too."""
+    if isinstance(value, Mapping):
+        return _without_none(value)
+    is_tables = isinstance(value, tuple) and value and isinstance(value[0], Mapping)
+    return [_without_none(table) for table in value] if is_tables else value
 
 
 def fingerprint(config: Config) -> str:
@@ -319,6 +331,10 @@ def _find_in(folder: Path, table: dict[str, Any]) -> None:
         data["path"] = str((folder / path).resolve()) if (folder / path).is_dir() else path
     if isinstance(fleet, dict) and isinstance(fleet.get("profiles"), list):
         fleet["profiles"] = [there(name) for name in fleet["profiles"]]
+    if isinstance(fleet, dict) and isinstance(groups := fleet.get("group"), list):
+        for group in groups:
+            if isinstance(group, dict) and "profile" in group:
+                group["profile"] = there(group["profile"])
 
 
 def _derive(below: dict[str, Any], above: Mapping[str, Any]) -> dict[str, Any]:

@@ -15,6 +15,7 @@ from collections.abc import Hashable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import MISSING, fields, is_dataclass
 from importlib import resources
+from importlib.metadata import entry_points
 from importlib.resources.abc import Traversable
 from pathlib import Path
 from typing import Any, TypeVar, get_args, get_origin, get_type_hints
@@ -38,16 +39,32 @@ def read_toml(file: Traversable, name: str) -> dict[str, Any]:
         raise ConfigError([f"not a TOML file: {error}"], name) from error
 
 
-def names_in(folder: str) -> list[str]:
-    """Every TOML file of one of the package's folders, by name."""
+def _packaged(folder: str) -> dict[str, Traversable]:
+    """Every TOML file of one of the package's folders and of plugins, by name.
+
+    An entry point `board = "their_package.boards"` is the file board.toml in that package.
+    """
     files = resources.files("anycostfl").joinpath(folder).iterdir()
-    return sorted(f.name.removesuffix(".toml") for f in files if f.name.endswith(".toml"))
+    found = {f.name.removesuffix(".toml"): f for f in files if f.name.endswith(".toml")}
+    for point in entry_points(group=f"anycostfl.{folder}"):
+        if point.name in found:
+            raise UnknownNameError(
+                f"the entry point {point.group}: {point.name} = {point.value} has the name of "
+                f"another of the {folder}; rename it"
+            )
+        found[point.name] = resources.files(point.module).joinpath(f"{point.name}.toml")
+    return found
+
+
+def names_in(folder: str) -> list[str]:
+    """The names of the presets or profiles that are installed."""
+    return sorted(_packaged(folder))
 
 
 def find_file(folder: str, name: str, what: str) -> Traversable:
-    """A file of the package by its name, or any file that ends in .toml."""
-    if name in names_in(folder):
-        return resources.files("anycostfl").joinpath(folder, f"{name}.toml")
+    """An installed file by its name, or any file that ends in .toml."""
+    if name in (packaged := _packaged(folder)):
+        return packaged[name]
     if name.endswith(".toml"):
         if not Path(name).is_file():
             where = "" if Path(name).is_absolute() else f" in {Path.cwd()}"
@@ -143,8 +160,10 @@ def _value(given: Any, hint: Any, key: str, problems: list[str]) -> Any:
             return float(given)
         if option in (int, str, bool) and type(given) is option:
             return given
-        if get_origin(option) is tuple and _is_strings(given):
-            return tuple(given)
+        if get_origin(option) is tuple and isinstance(given, list):
+            [kind, *_] = get_args(option)
+            if all(isinstance(item, dict if is_dataclass(kind) else kind) for item in given):
+                return _items(given, kind, key, problems)
     shown = repr(given)[:80] if not isinstance(given, int) or abs(given) < BEYOND else "a huge"
     problems.append(f"{key}: given {shown} ({type(given).__name__}), allowed {_words(hint)}")
     return None
@@ -161,8 +180,12 @@ def _meant(text: str, options: Sequence[Any]) -> str | bool | float:
     return str(text)
 
 
-def _is_strings(given: Any) -> bool:
-    return isinstance(given, list) and all(isinstance(item, str) for item in given)
+def _items(given: Sequence[Any], kind: Any, key: str, problems: list[str]) -> tuple[Any, ...]:
+    """The items of a list: strings, or sections as the records they are."""
+    if not is_dataclass(kind):
+        return tuple(given)
+    built = [_build(kind, x, f"{key}[{i}].", problems) for i, x in enumerate(given)]  # type: ignore[arg-type]  # is a class
+    return tuple(item for item in built if item is not None)
 
 
 def _words(hint: Any) -> str:
@@ -173,7 +196,9 @@ def _words(hint: Any) -> str:
         return "a section of numbers"
     if isinstance(hint, types.UnionType):
         return _words(get_args(hint)[0])
-    return "a list of strings" if get_origin(hint) is tuple else words[hint]
+    if get_origin(hint) is tuple:
+        return "a list of strings" if get_args(hint)[0] is str else "a list of sections"
+    return words[hint]
 
 
 def _unknown(kind: type, prefix: str, key: str, names: Sequence[str]) -> str:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import contextlib
 from collections import Counter, defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import pairwise
 from typing import Any
@@ -20,25 +20,25 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from anycostfl.coupling.atoms import AtomClasses, Atoms, Label, Reason
-from anycostfl.coupling.result import Cost, Coupling, Extent, Group, Pin, Returned, Slot
+from anycostfl.coupling.result import Cost, Coupling, Extent, Group, Pin, Returned, Site, Slot
 from anycostfl.coupling.rules import RULES, unknown
-from anycostfl.coupling.tracer import Labels, Tracer, evaluation, follow, tensors_in, train_mode
+from anycostfl.coupling.sizes import Counted
+from anycostfl.coupling.tracer import (
+    Labels,
+    SiteKey,
+    SizesTaken,
+    Tracer,
+    evaluation,
+    follow,
+    tensors_in,
+    train_mode,
+)
 from anycostfl.errors import TraceError
 from anycostfl.state import State, tensors_of
 
 
-def trace(
-    model: nn.Module,
-    inputs: Sequence[Any],
-    *,
-    forward: Callable[..., Any] | None = None,
-    watch: Callable[[], State] = dict,
-) -> Coupling:
-    """Find the coupled channels of a model by running it on example inputs.
-
-    `forward` replaces the call of the model; `watch` then names the intermediate tensors whose
-    sizes are wanted.
-    """
+def trace(model: nn.Module, inputs: Sequence[Any]) -> Coupling:
+    """Find the coupled channels of a model by running it on example inputs."""
     named = tensors_of(model)
     _check(named)
     tracer = Tracer(RULES, unknown)
@@ -49,13 +49,14 @@ def trace(
     for tensor in tensors_in(inputs):
         tracer.enter_data(tensor)
     with evaluation(model, plain=True), follow(model, tracer), tracer:
-        result = _run(forward or model, inputs)
+        returned = _labels_of(tracer, _run(model, inputs))
     products, outputs = list(tracer.products), list(tracer.outputs)
     _explore(model, inputs, tracer)
     tracer.products, tracer.outputs = products, outputs  # those of the example only
-    _pin_outputs(tracer, result)
+    _pin_outputs(tracer, returned)
+    merged = tracer.resolve_merged()
     aliases = {n: first_name[id(t)] for n, t in named.items()}
-    return _pin_around_unused(_collect(tracer, named, aliases, watch()), named)
+    return _pin_around_unused(_collect(tracer, named, aliases, merged), named)
 
 
 def _check(named: State) -> None:
@@ -101,12 +102,14 @@ def _run(forward: Callable[..., Any], inputs: Sequence[Any]) -> Any:
 def _explore(model: nn.Module, inputs: Sequence[Any], tracer: Tracer) -> None:
     """Run in training mode and on the negated example, which may take other branches."""
     negated = [-x if isinstance(x, Tensor) and x.is_floating_point() else x for x in inputs]
+    tracer.forget_results()
     for tensor in tensors_in(negated):
         tracer.enter_data(tensor)
 
     def run(mode: contextlib.AbstractContextManager[None], given: Sequence[Any]) -> None:
         with mode, follow(model, tracer), tracer, contextlib.suppress(Exception):
-            _pin_outputs(tracer, model(*given))
+            _pin_outputs(tracer, _labels_of(tracer, model(*given)))
+        tracer.forget_results()
 
     run(train_mode(model, plain=True), inputs)
     if any(x is not y for x, y in zip(negated, inputs, strict=True)):  # tokens have no sign
@@ -127,10 +130,14 @@ def _pin_around_unused(coupling: Coupling, named: State) -> Coupling:
     return coupling
 
 
-def _pin_outputs(tracer: Tracer, result: Any) -> None:
-    for tensor in tensors_in(result):
-        for label in tracer.labels(tensor):
-            tracer.classes.pin(label, Reason("output", "", "is an output of the model"))
+def _labels_of(tracer: Tracer, result: Any) -> list[Label]:
+    """The labels of everything that a model returns."""
+    return [label for tensor in tensors_in(result) for label in tracer.labels(tensor)]
+
+
+def _pin_outputs(tracer: Tracer, labels: Sequence[Label]) -> None:
+    for label in labels:
+        tracer.classes.pin(label, Reason("output", "", "is an output of the model"))
 
 
 Place = tuple[str, int]
@@ -140,7 +147,9 @@ Places = dict[Place, list[int]]
 """The positions that one class owns, per tensor and dimension."""
 
 
-def _collect(tracer: Tracer, named: State, aliases: Mapping[str, str], watched: State) -> Coupling:
+def _collect(
+    tracer: Tracer, named: State, aliases: Mapping[str, str], merged: Mapping[int, Atoms]
+) -> Coupling:
     """Turn classes of atoms into groups, pins, costs and expected shapes."""
     labels = {
         (name, dim): label
@@ -151,30 +160,74 @@ def _collect(tracer: Tracer, named: State, aliases: Mapping[str, str], watched: 
     }
     pinned = tracer.classes.pinned()
     groups = _groups(tracer, named, labels, pinned)
-    owner = {int(root): (g.name, g.size) for g in groups for root in g.roots}
-
-    def extent(size: int, label: Label) -> Extent:
-        roots = [] if label is None else tracer.classes.roots(label).tolist()
-        owners = Counter(owner[root] for root in roots if root in owner)
-        return Extent(size, {name: (n / full, full) for (name, full), n in owners.items()})
-
-    def extents(shape: Sequence[int], labels: Labels) -> tuple[Extent, ...]:
-        return tuple(map(extent, shape, labels))
-
+    extents = Extents(tracer.classes, groups, merged)
     return Coupling(
         groups=groups,
         pins=_pins(tracer.classes, labels, pinned),
         costs=tuple(
-            Cost(2 * p.fixed / tracer.samples, p.passes, tuple(extent(*s) for s in p.sizes))
+            Cost(2 * p.fixed / tracer.samples, p.passes, tuple(extents.of(*s) for s in p.sizes))
             for p in tracer.products
         ),
         returned=tuple(
-            Returned(o.module, tuple(map(extents, o.shapes, o.labels))) for o in tracer.outputs
+            Returned(o.module, tuple(map(extents.of_all, o.shapes, o.labels)))
+            for o in tracer.outputs
         ),
-        watched={n: extents(t.shape, tracer.labels(t)) for n, t in watched.items()},
+        sites=tuple(extents.sites(tracer.sites)),
         aliases=aliases,
         unused=tuple(n for n, t in named.items() if t.dim() and id(t) not in tracer.used),
     )
+
+
+class Extents:
+    """Sizes as functions of widths, from the labels of dimensions."""
+
+    def __init__(
+        self, classes: AtomClasses, groups: Sequence[Group], merged: Mapping[int, Atoms]
+    ) -> None:
+        self._classes = classes
+        self._groups = groups
+        self._merged = merged  # by the first atom of a merged dimension, the atoms that can move
+        self._owner = np.full(classes.count, -1)  # of every root: the number of its group
+        for number, group in enumerate(groups):
+            self._owner[group.roots] = number
+        self._known: dict[int, tuple[Atoms, Mapping[str, tuple[float, int]]]] = {}
+
+    def of(self, size: int, label: Label) -> Extent:
+        """The extent of one dimension."""
+        return Extent(size, {} if label is None else self._owned(label))
+
+    def of_all(self, shape: Sequence[int], labels: Labels) -> tuple[Extent, ...]:
+        """The extents of a tensor's dimensions."""
+        return tuple(map(self.of, shape, labels))
+
+    def sites(self, taken: Mapping[SiteKey, SizesTaken]) -> Iterator[Site]:
+        """The calls that take sizes of groups."""
+        for key, call in taken.items():
+            counted = tuple(map(self._counted, call.sizes, call.counted))
+            if any(extent is not None for extent in counted):
+                yield Site(*key, call.sizes, counted)
+
+    def _counted(self, size: Any, label: Counted) -> Extent | tuple[Extent, ...] | None:
+        if isinstance(label, tuple):
+            if any(part is None for part in label):
+                return None
+            parts = tuple(self.of(len(part), part) for part in label if part is not None)
+            return parts if any(part.groups for part in parts) else None
+        if type(size) is not int or label is None:
+            return None
+        extent = self.of(len(label), label)
+        return extent if extent.groups else None
+
+    def _owned(self, label: Atoms) -> Mapping[str, tuple[float, int]]:
+        """Positions that one channel of each group owns, and its width; looked up once a label."""
+        if id(label) not in self._known:
+            atoms = self._merged.get(int(label[0]), label) if len(label) else label
+            owners = self._owner[self._classes.roots(atoms)]
+            numbers, first, counts = np.unique(owners, return_index=True, return_counts=True)
+            found = sorted(zip(first.tolist(), numbers.tolist(), counts.tolist(), strict=True))
+            groups = [(self._groups[number], n) for _, number, n in found if number >= 0]
+            self._known[id(label)] = label, {g.name: (n / g.size, g.size) for g, n in groups}
+        return self._known[id(label)][1]
 
 
 def _groups(

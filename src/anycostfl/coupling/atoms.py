@@ -35,17 +35,30 @@ class AtomClasses:
     """
 
     def __init__(self) -> None:
-        self._parent: Atoms = np.empty(0, np.int64)
-        self._signature: NDArray[np.uint64] = np.empty(0, np.uint64)
+        self.count = 0
+        self._room: Atoms = np.empty(0, np.int64)  # the parents, and room for more
+        self._signatures: NDArray[np.uint64] = np.empty(0, np.uint64)
         self._pins: list[tuple[Atoms, Reason]] = []
         self._random = np.random.default_rng(0)
 
     def new(self, count: int) -> Atoms:
         """Create atoms, each in its own class."""
-        fresh = np.arange(len(self._parent), len(self._parent) + count)
-        self._parent = np.concatenate([self._parent, fresh])
-        self._signature = np.concatenate([self._signature, np.zeros(count, np.uint64)])
+        fresh = np.arange(self.count, self.count + count)
+        self.count += count
+        if self.count > len(self._room):
+            more = max(count, len(self._room))
+            self._room = np.concatenate([self._room, np.empty(more, np.int64)])
+            self._signatures = np.concatenate([self._signatures, np.zeros(more, np.uint64)])
+        self._room[fresh] = fresh
         return fresh
+
+    @property
+    def _parent(self) -> Atoms:
+        return self._room[: self.count]
+
+    @property
+    def _signature(self) -> NDArray[np.uint64]:
+        return self._signatures[: self.count]
 
     def roots(self, atoms: Atoms) -> Atoms:
         """Return the representative of each atom's class: its smallest atom."""
@@ -96,6 +109,27 @@ class AtomClasses:
         for offset in range(1, size):
             self.join(label[::size], label[offset::size])
         return label[::size]
+
+    def alone(self) -> NDArray[np.bool_]:
+        """The atoms that met no others and are not pinned."""
+        members = np.bincount(self.roots(np.arange(self.count)), minlength=self.count)
+        alone: NDArray[np.bool_] = members == 1
+        for label, _ in self._pins:
+            alone[label] = False
+        return alone
+
+    def pinned_atoms(self) -> NDArray[np.bool_]:
+        """The atoms whose class is pinned."""
+        roots = self.roots(np.arange(self.count))
+        pinned = np.zeros(self.count, np.bool_)
+        for label, _ in self._pins:
+            pinned[roots[label]] = True
+        found: NDArray[np.bool_] = pinned[roots]
+        return found
+
+    def alike(self, atoms: Atoms) -> bool:
+        """Whether every operation treated these atoms the same."""
+        return bool((self._signature[atoms] == self._signature[atoms[0]]).all())
 
     def pin(self, label: Label, reason: Reason) -> None:
         """Forbid these channels to move; the first reason is the one reported."""

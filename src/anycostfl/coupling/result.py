@@ -6,8 +6,10 @@ import math
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import Any
 
 from anycostfl.coupling.atoms import Atoms, Reason
+from anycostfl.coupling.sizes import Place
 
 Widths = Mapping[str, int]
 """The width of every group, by its name."""
@@ -92,12 +94,38 @@ class Returned:
         return tuple(tuple(round(e.at(widths)) for e in shape) for shape in self.shapes)
 
 
+@dataclass(frozen=True, slots=True)
+class Site:
+    """A call in the model's code that takes sizes: each size, and what it counts.
+
+    A size that several parts share (`chunk`) counts a tuple of extents, one for each part.
+    """
+
+    module: str
+    place: Place
+    visit: int
+    sizes: tuple[Any, ...]
+    counted: tuple[Extent | tuple[Extent, ...] | None, ...]
+
+    def at(self, widths: Widths) -> dict[int, tuple[int, int | list[int]]]:
+        """By position: the size in the full model, and the one at these widths if it differs."""
+        found: dict[int, tuple[int, int | list[int]]] = {}
+        for position, (size, counted) in enumerate(zip(self.sizes, self.counted, strict=True)):
+            if isinstance(counted, tuple):
+                found[position] = size, [round(extent.at(widths)) for extent in counted]
+            elif counted is not None and abs(size) == counted.size:
+                fitting = round(counted.at(widths))
+                if fitting != abs(size):
+                    found[position] = size, fitting if size > 0 else -fitting
+        return found
+
+
 @dataclass(frozen=True, eq=False)
 class Coupling:
     """Everything one trace found.
 
     `aliases` maps each tensor's name to the first name of the same tensor (tied weights);
-    `returned` lists module calls in order; `watched` holds the intermediate tensors asked for;
+    `returned` lists module calls in order; `sites` the calls that take sizes of channels;
     `unused` names the tensors that no operation touched: they are kept whole, and so are the
     channels whose number matches theirs.
     """
@@ -106,7 +134,7 @@ class Coupling:
     pins: tuple[Pin, ...]
     costs: tuple[Cost, ...]
     returned: tuple[Returned, ...]
-    watched: Mapping[str, tuple[Extent, ...]]
+    sites: tuple[Site, ...]
     aliases: Mapping[str, str]
     unused: tuple[str, ...]
 
@@ -129,6 +157,16 @@ class Coupling:
             return self.flops(widths) / self.full_flops
         full = self.full()
         return sum(widths.values()) / sum(full.values()) if full else 1.0
+
+    def coverage(self) -> float:
+        """The share of training FLOPs in products of which some dimension shrinks."""
+        free = {group.name for group in self.groups}
+        shrinking = (
+            cost.at({}) * cost.passes
+            for cost in self.costs
+            if any(name in free for extent in cost.extents for name in extent.groups)
+        )
+        return sum(shrinking) / self.full_flops if self.full_flops else 0.0
 
     def freeze(self, names: Collection[str], reason: Reason) -> Coupling:
         """Return the same coupling with some groups pinned."""

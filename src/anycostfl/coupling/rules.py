@@ -56,6 +56,8 @@ def unknown(tracer: Tracer, call: Call) -> Results:
 @rule("clone", "detach", "alias", "_to_copy", "copy_", "copy", "_softmax", "_log_softmax")
 @rule("_prelu_kernel", "lift_fresh", "native_dropout", "fill_", "zero_", "contiguous")
 @rule("bernoulli", "bernoulli_", "uniform_", "normal_")
+@rule("hardswish", "hardswish_", "hardsigmoid", "hardsigmoid_", "hardtanh", "hardtanh_")
+@rule("rrelu_with_noise", "rrelu_with_noise_", "masked_fill", "masked_fill_", "native_dropout_")
 def elementwise(tracer: Tracer, call: Call) -> Results:
     """Align all operands index by index, with broadcasting."""
 
@@ -84,8 +86,14 @@ def reshape(tracer: Tracer, call: Call) -> Results:
     out: list[Label] = [None] * result.dim()
     for before, after in _equal_blocks(source.shape, result.shape):
         block = [call.labels[i] for i in before]
+        sizes = [result.shape[i] for i in after]
         flat = _merge(tracer, call, block, [source.shape[i] for i in before])
-        for axis, label in _split(tracer, flat, [result.shape[i] for i in after]).items():
+        if flat is not None and len(after) > 1:
+            flat = tracer.unmerge(flat, sizes)
+        parts = (
+            _split(tracer, flat, sizes) if not isinstance(flat, tuple) else dict(enumerate(flat))
+        )
+        for axis, label in parts.items():
             out[after[axis]] = label
     return [out]
 
@@ -109,13 +117,14 @@ def _equal_blocks(a: Sequence[int], b: Sequence[int]) -> list[tuple[list[int], l
 
 
 def _merge(tracer: Tracer, call: Call, labels: Sequence[Label], sizes: Sequence[int]) -> Label:
-    """The label of dimensions flattened into one; of several labels, the last is kept."""
+    """The label of dimensions flattened into one."""
     labelled = [(k, label) for k, label in enumerate(labels) if label is not None]
     if not labelled:
         return None
-    *others, (last, kept) = labelled
-    tracer.pin(call, [label for _, label in others], "merges two channel dimensions")
-    inner, outer = math.prod(sizes[last + 1 :]), math.prod(sizes[:last])
+    if len(labelled) > 1:
+        return tracer.merge(call, labels, sizes)
+    ((only, kept),) = labelled
+    inner, outer = math.prod(sizes[only + 1 :]), math.prod(sizes[:only])
     return np.tile(np.repeat(kept, inner), outer)
 
 
@@ -149,6 +158,17 @@ def permute(_tracer: Tracer, call: Call) -> Results:
     a, b = call.dim("dim0"), call.dim("dim1")
     labels[a], labels[b] = labels[b], labels[a]
     return [labels]
+
+
+@rule("as_strided", "as_strided_")
+def as_strided(tracer: Tracer, call: Call) -> Results:
+    """Set the strides, as pooling does to keep a memory format; another shape is unknown."""
+    lengths = [
+        n if label is None else len(label)
+        for n, label in zip(call.outputs[0].shape, call.labels, strict=False)
+    ]
+    same = len(call.labels) == call.outputs[0].dim() and lengths == list(call.outputs[0].shape)
+    return [call.labels] if same else unknown(tracer, call)
 
 
 @rule("unsqueeze", "unsqueeze_")
@@ -407,7 +427,7 @@ def group_norm(tracer: Tracer, call: Call) -> Results:
     """As batch norm, with channels coupled inside or across groups."""
     groups, channels = call.arguments["group"], call.arguments["C"]
     ((_, label, *_),) = results = _norm(tracer, call, [(1, 0)])
-    module = tracer.stack[-1][1] if tracer.stack else None
+    module = tracer.stack[-1].module if tracer.stack else None
     resizable = isinstance(module, nn.GroupNorm) and module.affine  # a cut can set its num_groups
     if resizable and whole_blocks(groups, channels // groups):
         tracer.classes.glue(label, groups)

@@ -7,18 +7,23 @@ labels; an operation without a rule pins every channel it sees, which is always 
 
 from __future__ import annotations
 
+import math
+import sys
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from anycostfl.coupling.atoms import AtomClasses, Label, Reason
+from anycostfl.coupling.atoms import AtomClasses, Atoms, Label, Reason
+from anycostfl.coupling.sizes import FAMILIES, Counted, Place, SizeArguments, place_of_call
 
 Labels = tuple[Label, ...]
 
@@ -64,6 +69,52 @@ RESHAPES = {"view", "reshape", "unflatten"}
 """Functions that take literal sizes; watched as Python calls, since one may be two operations."""
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class Merged:
+    """Several channel dimensions flattened into one, which has atoms of its own.
+
+    As long as every operation treats them all alike, the dimensions stay free, if no more than one
+    of them can move at all. Otherwise only the last may move.
+    """
+
+    atoms: Atoms
+    parts: tuple[Label, ...]
+    sizes: tuple[int, ...]
+    reason: Reason
+
+    def along(self, part: int) -> Atoms:
+        """Which atom of a part lies where."""
+        inner, outer = math.prod(self.sizes[part + 1 :]), math.prod(self.sizes[:part])
+        label = self.parts[part]
+        return np.tile(np.repeat(np.empty(0, np.int64) if label is None else label, inner), outer)
+
+    @property
+    def last(self) -> int:
+        """The last part that carries channels."""
+        return max(k for k, label in enumerate(self.parts) if label is not None)
+
+
+@dataclass(frozen=True, slots=True)
+class Frame:
+    """A module that is running, and how often each place in its code was passed."""
+
+    name: str
+    module: nn.Module
+    visits: Counter[Place] = field(default_factory=Counter)
+
+
+SiteKey = tuple[str, Place, int]
+"""The module that was running, the call in its code, and how often it had been passed."""
+
+
+@dataclass(frozen=True, slots=True)
+class SizesTaken:
+    """The sizes that one call was given, and the channels that each counts."""
+
+    sizes: tuple[Any, ...]
+    counted: tuple[Counted, ...]
+
+
 @dataclass(frozen=True, slots=True)
 class Observed:
     """The shapes and labels that a module call, or an operation by position in it, returned."""
@@ -78,7 +129,7 @@ class Observer(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch lea
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.stack: list[tuple[str, nn.Module]] = []  # the modules that are running
+        self.stack: list[Frame] = []  # the modules that are running
         self.outputs: list[Observed] = []
 
     def labels(self, tensor: Tensor) -> Labels:
@@ -88,7 +139,7 @@ class Observer(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch lea
     @property
     def where(self) -> str:
         """The name of the module that is running."""
-        return self.stack[-1][0] if self.stack else ""
+        return self.stack[-1].name if self.stack else ""
 
     def observe(self, module: str, result: Any) -> None:
         """Record a result."""
@@ -98,6 +149,9 @@ class Observer(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch lea
 
     def seen(self, func: Any, args: Any, kwargs: Any, result: Any) -> None:
         """Called after every operation."""
+
+    def took_sizes(self, place: Place, given: SizeArguments, counted: list[Counted]) -> None:
+        """Called after every function that takes sizes."""
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
@@ -137,7 +191,10 @@ class Tracer(Observer):  # type: ignore[no-untyped-call]  # torch leaves it unty
         self._fallback = fallback
         self._labels: dict[int, Labels] = {}
         self._data: set[int] = set()
-        self._alive: list[Tensor] = []  # ids are unique only while their tensors are alive
+        self._base: list[Tensor] = []  # ids are unique only while their tensors are alive
+        self._alive: dict[int, Tensor] = {}
+        self.sites: dict[SiteKey, SizesTaken] = {}
+        self._merged: dict[int, Merged] = {}  # by their first atom
 
     def labels(self, tensor: Tensor) -> Labels:
         """The labels of a tensor; data and constants have none."""
@@ -153,11 +210,12 @@ class Tracer(Observer):  # type: ignore[no-untyped-call]  # torch leaves it unty
         self._labels[id(tensor)] = tuple(
             None if n == 1 else label for n, label in zip(tensor.shape, labels, strict=True)
         )
-        self._alive.append(tensor)
+        self._alive[id(tensor)] = tensor
 
     def enter(self, tensor: Tensor) -> None:
         """Give a parameter, buffer or constant fresh atoms along every dimension."""
         self.assign(tensor, [self.classes.new(n) for n in tensor.shape])
+        self._base.append(tensor)
         if tensor.requires_grad:
             self.trained.add(id(tensor))
 
@@ -165,7 +223,28 @@ class Tracer(Observer):  # type: ignore[no-untyped-call]  # torch leaves it unty
         """Register an input of the model; the first one sets the batch size."""
         self.samples = tensor.shape[0] if tensor.dim() and not self._data else self.samples
         self._data.add(id(tensor))
-        self._alive.append(tensor)
+        self._base.append(tensor)
+
+    def forget_results(self) -> None:
+        """Let go of what one run computed, to save its memory, unless the model remembers it."""
+        alone = {0: torch.empty(0)}
+        only_here = next(sys.getrefcount(t) for t in alone.values())
+        self._alive = {k: t for k, t in self._alive.items() if sys.getrefcount(t) > only_here}
+        kept = {*map(id, self._base), *self._alive}
+        self._labels = {key: labels for key, labels in self._labels.items() if key in kept}
+        self._data &= kept
+        self.trained &= kept
+
+    def took_sizes(self, place: Place, given: SizeArguments, counted: list[Counted]) -> None:
+        """Remember what the sizes count; the first of several runs decides."""
+        if not self.stack:
+            return
+        visit = self.stack[-1].visits[place]
+        self.stack[-1].visits[place] += 1
+        if all(label is None for label in counted):
+            return
+        taken = SizesTaken(tuple(given.sizes), tuple(counted))
+        self.sites.setdefault((self.where, place, visit), taken)
 
     def pin(self, call: Call, labels: Sequence[Label], why: str) -> None:
         """Pin these dimensions; the reason names the operation and the module that is running."""
@@ -177,6 +256,52 @@ class Tracer(Observer):  # type: ignore[no-untyped-call]  # torch leaves it unty
         from_data = any(id(x) in self._data for x in call.inputs)
         why = "meets the model's input" if from_data else "meets a dimension that cannot shrink"
         return self.classes.unite(labels, Reason(call.name, self.where, why))
+
+    def merge(self, call: Call, parts: Sequence[Label], sizes: Sequence[int]) -> Atoms:
+        """Give flattened dimensions atoms of their own; see `Merged`."""
+        atoms = self.classes.new(math.prod(sizes))
+        reason = Reason(call.name, self.where, "merges two channel dimensions")
+        self._merged[int(atoms[0])] = Merged(atoms, tuple(parts), tuple(sizes), reason)
+        return atoms
+
+    def unmerge(self, atoms: Atoms, sizes: Sequence[int]) -> Atoms | tuple[Label, ...]:
+        """The dimensions that were flattened, if these are their sizes; else one that may move."""
+        merged = self._merged.get(int(atoms[0]))
+        if merged is None or len(atoms) != len(merged.atoms):
+            return atoms
+        if tuple(sizes) == merged.sizes:
+            return merged.parts
+        self._resolve(merged)
+        return merged.along(merged.last)
+
+    def _resolve(self, merged: Merged) -> None:
+        """Pin all merged dimensions but the last."""
+        del self._merged[int(merged.atoms[0])]
+        for label in merged.parts[: merged.last]:
+            self.classes.pin(label, merged.reason)
+        self.classes.join(merged.atoms, merged.along(merged.last))
+
+    def resolve_merged(self) -> dict[int, Atoms]:
+        """Resolve every merged dimension that cannot stay as it is.
+
+        Of the others, by their first atom: the atoms of the one part that can move.
+        """
+        while True:
+            alone, pinned = self.classes.alone(), self.classes.pinned_atoms()
+            free = {
+                key: [k for k, p in enumerate(m.parts) if p is not None and not pinned[p].all()]
+                for key, m in self._merged.items()
+            }
+            spoilt = [
+                merged
+                for key, merged in self._merged.items()
+                if len(free[key]) > 1
+                or not (alone[merged.atoms].all() and self.classes.alike(merged.atoms))
+            ]
+            if not spoilt:
+                return {key: self._merged[key].along(k[0]) for key, k in free.items() if k}
+            for merged in spoilt:
+                self._resolve(merged)
 
     def seen(self, func: Any, args: Any, kwargs: Any, result: Any) -> None:
         """Let the operation's rule label its results."""
@@ -198,8 +323,8 @@ class Tracer(Observer):  # type: ignore[no-untyped-call]  # torch leaves it unty
             self.assign(tensor, found)
 
 
-class _Reshapes(TorchFunctionMode):
-    """Shows every reshape to an observer: `view(b, -1, 8)` forms other heads of fewer channels."""
+class _Functions(TorchFunctionMode):
+    """Shows an observer every reshape and every size that a function is given."""
 
     def __init__(self, observer: Observer) -> None:
         super().__init__()
@@ -210,8 +335,16 @@ class _Reshapes(TorchFunctionMode):
     ) -> Any:  # signature fixed by torch
         """Run the function."""
         del types
-        result = func(*args, **(kwargs or {}))
-        if getattr(func, "__name__", "") in RESHAPES:
+        kwargs = kwargs or {}
+        name = getattr(func, "__name__", "")
+        family = FAMILIES.get(name)
+        if family is None:
+            return func(*args, **kwargs)
+        given = family.read(func, args, kwargs)
+        result = func(*args, **kwargs)
+        counted = family.count(given, args, result, self._observer.labels)
+        self._observer.took_sizes(place_of_call(sys._getframe(1)), given, counted)
+        if name in RESHAPES:
             self._observer.observe(self._observer.where, result)
         return result
 
@@ -221,17 +354,17 @@ def follow(model: nn.Module, observer: Observer) -> Iterator[None]:
     """Tell the observer which module is running, and what modules and reshapes return."""
 
     def enter(name: str) -> Callable[..., None]:
-        return lambda module, _: observer.stack.append((name, module))
+        return lambda module, _: observer.stack.append(Frame(name, module))
 
     def leave(_module: nn.Module, _args: Any, result: Any) -> None:
-        observer.observe(observer.stack.pop()[0], result)
+        observer.observe(observer.stack.pop().name, result)
 
     handles = []
     for name, module in model.named_modules():
         handles.append(module.register_forward_pre_hook(enter(name)))
         handles.append(module.register_forward_hook(leave))
     try:
-        with _Reshapes(observer):
+        with _Functions(observer):
             yield
     finally:
         for handle in handles:

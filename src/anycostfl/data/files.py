@@ -29,12 +29,16 @@ import numpy.typing as npt
 
 from anycostfl.data.samples import Dataset, Tree, make_dataset
 from anycostfl.errors import ConfigError, MissingExtraError, UnknownNameError
+from anycostfl.files import memory_bytes
 
 Array = npt.NDArray[Any]
 Transform = Callable[[Array, int], Array]
 """A recording and its rate in Hz → the input of a sample."""
 
-LARGEST_FILE = 4 << 30  # bytes of all arrays of a file, unpacked
+LARGEST_FILE = min(4 << 30, memory_bytes() // 2)  # bytes of all arrays of a file, unpacked
+UNREADABLE = (  # MemoryError: an array that claims to be larger than the file
+    OSError, ValueError, TypeError, EOFError, MemoryError, zipfile.BadZipFile, zlib.error,
+)  # fmt: skip
 IMAGES = (".png", ".jpg", ".jpeg")
 PARTS = ("train", "test")
 
@@ -76,10 +80,13 @@ def read_npz(path: Path, names: Sequence[str]) -> dict[str, Array]:
         with zipfile.ZipFile(path) as packed:
             size = sum(item.file_size for item in packed.infolist())
         if size > LARGEST_FILE:
-            raise ConfigError([f"given {size / 1e9:.1f} GB unpacked, must be at most 4"], str(path))
+            most = LARGEST_FILE / 1e9
+            raise ConfigError(
+                [f"given {size / 1e9:.1f} GB unpacked, must be at most {most:.1f}"], str(path)
+            )
         with np.load(path, allow_pickle=False) as arrays:
             return {name: arrays[name] for name in names if name in arrays}
-    except (OSError, ValueError, TypeError, EOFError, zipfile.BadZipFile, zlib.error) as error:
+    except UNREADABLE as error:
         if isinstance(error, ConfigError):
             raise
         # Where numpy finds anything but plain numbers, it advises to trust the file.

@@ -123,7 +123,8 @@ def _apply_channels(samples: Samples, fitted: State) -> Samples:
             raise ConfigError(
                 [f"inputs{place}: given {leaf.shape[1]} channels, must have {mean.numel()} here"]
             )
-        if std.numel() != mean.numel() or not (std > 0).all():
+        is_traced = torch.compiler.is_compiling()  # an exported graph cannot ask
+        if std.numel() != mean.numel() or not (is_traced or (std > 0).all()):
             raise ConfigError(
                 [f"std{place}: given {std.tolist()}, must be one number > 0 for each channel"]
             )

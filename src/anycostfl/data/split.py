@@ -36,6 +36,8 @@ class Data:
     name: a task, or an .npz file. path: the folder of its files, where it needs one.
     concentration: of the Dirichlet draws. shards: for each device.
     With `evaluate = "devices"` a server over Flower loads no data: devices test on their own.
+    With `validation` a simulated run is tested on every tenth training sample, which it does not
+    train on: to choose by, so that the test samples stay unseen.
     """
 
     name: str
@@ -44,6 +46,7 @@ class Data:
     partition: Annotated[str, OneOf(("iid", "dirichlet", "shards", "skew", "owner"))] = "iid"
     concentration: Positive = 0.5
     shards: Count = 2
+    validation: bool = False
 
     def __post_init__(self) -> None:
         check_fields(self)

@@ -181,7 +181,8 @@ def widths(series: Series, config: Config, names: Sequence[str]) -> Finding:
         trained = open_trained(home)
         least = least_alpha(trained.net)
         found[name] = [
-            metric_of(trained, cut(trained, alpha)) if alpha >= least else None for alpha in WIDTHS
+            metric_of(trained, cut(trained, alpha).module) if alpha >= least else None
+            for alpha in WIDTHS
         ]
     if not found:
         raise nothing_in(series.folder)

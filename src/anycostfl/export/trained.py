@@ -9,13 +9,16 @@ from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
+from torch import nn
+
 from anycostfl import methods, models, tasks
 from anycostfl.config import Config, parse_config
 from anycostfl.data.files import DataMissingError
-from anycostfl.data.samples import Dataset, Tree
+from anycostfl.data.prepare import PreparedModule, prepare_dataset
+from anycostfl.data.samples import Dataset, Samples, Tree
 from anycostfl.device import measure
 from anycostfl.errors import AlphaError
-from anycostfl.experiment import elastic, load_data
+from anycostfl.experiment import elastic
 from anycostfl.files import StorageError
 from anycostfl.metrics import score
 from anycostfl.records.round import Records
@@ -30,7 +33,8 @@ class TrainedModel:
     """The model of a run after `rounds` rounds, with channels in the order in which they are cut.
 
     `order` says whether they were sorted; `remarks` are about damage in the run directory.
-    `example` makes random inputs of a batch size, `data` reads the prepared dataset when needed.
+    `example` makes random prepared inputs of a batch size. `raw` reads the dataset when needed, as
+    it is before preparation, and `data` after it.
     """
 
     config: Config
@@ -40,6 +44,7 @@ class TrainedModel:
     remarks: tuple[str, ...]
     task: Task
     example: Callable[[int], Tree]
+    raw: Callable[[], Dataset]
     data: Callable[[], Dataset]
 
 
@@ -55,16 +60,21 @@ def open_trained(folder: Path) -> TrainedModel:
     config = parse_config(saved.config, str(folder))
     spec = models.load(config.model.name)
     net = elastic(spec.build(), spec.example(2), inference_rule(config))
-    order = load_sorted(net, saved.checkpoint["model"], config, saved.records)
+    point = saved.checkpoint
+    model = {**point["model"], **point["average"]}
+    order = load_sorted(net, model, config, saved.records)
+    task = tasks.load(config.data.name)
+    raw = cache(partial(task.dataset, config.data.path))
     return TrainedModel(
         config=config,
         rounds=saved.checkpoint.rounds,
         net=net,
         order=order,
         remarks=saved.remarks,
-        task=tasks.load(config.data.name),
+        task=task,
         example=spec.example,
-        data=cache(partial(load_data, config)),
+        raw=raw,
+        data=cache(lambda: prepare_dataset(task.preparation, raw())),
     )
 
 
@@ -78,7 +88,8 @@ def load_sorted(net: ElasticModel, weights: State, config: Config, records: Reco
     net.load(weights)
     # Not where sub-models were trained as prefixes of the channels in their fixed order (HeteroFL).
     shrunk = any(0 < d.alpha < 1 for record in records for d in record.devices)
-    sort = methods.load(config.run.method).sorts_channels or not shrunk
+    method = methods.load(config.run.method)
+    sort = method.sorts_channels or method.rolls_channels or not shrunk
     if sort:
         net.sort_channels()
     return "importance" if sort else "as trained"
@@ -126,10 +137,47 @@ def metadata_of(trained: TrainedModel, sub: SubModel | None = None) -> dict[str,
     return metadata
 
 
-def metric_of(trained: TrainedModel, sub: SubModel) -> float | None:
-    """The metric of a sub-model on the test samples of the run."""
+def metric_of(
+    trained: TrainedModel, module: nn.Module, samples: Samples | None = None
+) -> float | None:
+    """The metric of a module on the test samples of the run, prepared ones unless given."""
     training = replace(trained.config.training, device="cpu")
     first = trained.task.metrics[:1]
-    sums = measure(sub.module, replace(trained.data().test, owners=None), first, training)
+    tested = replace(trained.data().test if samples is None else samples, owners=None)
+    sums = measure(module, tested, first, training)
     found = score(first, [sums] if sums else [])
     return found.value if found else None
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Deployed:
+    """What a file computes: a module, and inputs of a batch size as the file takes them.
+
+    `is_raw` says whether the module prepares its inputs itself; `test` are test samples for it.
+    """
+
+    module: nn.Module
+    inputs: Callable[[int], Tree]
+    is_raw: bool
+    test: Callable[[], Samples]
+
+
+def deploy(trained: TrainedModel, sub: SubModel, *, prepare: bool = True) -> Deployed:
+    """A sub-model with the preparation of its inputs inside, if the task has one."""
+    how = trained.task.preparation
+    if how is None or not prepare:
+        return Deployed(sub.module, trained.example, how is None, lambda: trained.data().test)
+    try:
+        raw, data = trained.raw(), trained.data()
+    except DataMissingError as error:
+        why = "the data says how raw input is prepared; --no-preparation exports without that"
+        raise DataMissingError(f"{error} ({why})") from error
+
+    def inputs(batch: int) -> Tree:
+        return raw.test.take(slice(0, batch)).inputs
+
+    def test() -> Samples:  # a preparation may change targets as well
+        return Samples(raw.test.inputs, data.test.targets)
+
+    module = PreparedModule(sub.module, how, data.fitted).eval()
+    return Deployed(module, inputs, True, test)

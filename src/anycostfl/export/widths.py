@@ -12,10 +12,14 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
 
 from anycostfl.data.samples import Tree
 from anycostfl.errors import ConfigError, InfeasibleBudgetError
-from anycostfl.export.formats import FORMATS, named_arrays, open_onnx, write
+from anycostfl.export.formats import FORMATS, deployed_for, feed_of, open_onnx, write
 from anycostfl.export.trained import TrainedModel, cut, least_alpha, metric_of
 from anycostfl.files import atomic_write, writing_to
 from anycostfl.records.run import WIDTHS
@@ -24,10 +28,11 @@ from anycostfl.shrink import SubModel
 
 @dataclass(frozen=True, slots=True)
 class Width:
-    """Metric and cost of one width of a trained model.
+    """Metric and cost of one width of a trained model in one precision.
 
-    `flops` are those of one forward pass of one sample, `bytes` is the size of the file, and
-    `latency_ms` that of one sample in onnxruntime on one thread of this machine.
+    `flops` are those of one forward pass of one sample, `bytes` is the size of the file,
+    `latency_ms` that of one sample in onnxruntime on one thread of this machine, and `difference`
+    the largest of a number from PyTorch's, on a few samples.
     """
 
     alpha: float
@@ -36,6 +41,8 @@ class Width:
     flops: float
     bytes: int
     latency_ms: float | None
+    precision: str = "fp32"
+    difference: float | None = None
 
 
 def width_of_file(
@@ -55,6 +62,11 @@ def width_of_file(
 CONSECUTIVE_RUNS = 5  # of one file before the next; the first, which warms caches, does not count
 
 
+def precision_of(format_name: str) -> str:
+    """The precision of weights in a file of that format."""
+    return "int8" if format_name == "int8" else "fp32"
+
+
 def measure_latency_ms(
     paths: Sequence[Path],
     example: Tree,
@@ -64,7 +76,7 @@ def measure_latency_ms(
 ) -> list[float]:
     """Median milliseconds of ONNX files on one sample, a few runs of each in turn."""
     sessions = [open_onnx(path) for path in paths]
-    feed = named_arrays(example)
+    feed = feed_of(sessions[0], example)
     seen: list[list[float]] = [[] for _ in paths]
     for _ in range(1 + repeats // (CONSECUTIVE_RUNS - 1)):
         for session, times in zip(sessions, seen, strict=True):
@@ -76,20 +88,50 @@ def measure_latency_ms(
     return [statistics.median(times[CONSECUTIVE_RUNS - 1 :]) for times in seen]
 
 
+class OnnxFile(nn.Module):
+    """An ONNX file as a module, so that metrics are measured on the file itself."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__()
+        self._session = open_onnx(path)
+
+    def forward(self, *inputs: Any, **named: Any) -> Any:
+        """The outputs of the file."""
+        tree = named or (inputs[0] if len(inputs) == 1 else inputs)
+        found = self._session.run(None, feed_of(self._session, tree))
+        outputs = [torch.from_numpy(array) for array in found]
+        return outputs[0] if len(outputs) == 1 else outputs
+
+
 def measure_widths(
-    trained: TrainedModel, alphas: Sequence[float], on_start: Callable[[float], None]
+    trained: TrainedModel,
+    alphas: Sequence[float],
+    on_start: Callable[[float], None],
+    formats: Sequence[str] = ("onnx", "int8"),
+    *,
+    prepare: bool = True,
 ) -> list[Width]:
-    """Metric, size and latency of several widths; `on_start` is called with each α."""
+    """Metric, size, latency and error of every width in every precision.
+
+    The metric is that of the file, run by onnxruntime on the test samples. `on_start` is called
+    with each α.
+    """
     found: list[Width] = []
     with tempfile.TemporaryDirectory() as folder:
-        paths = [Path(folder, f"{number}.onnx") for number in range(len(alphas))]
-        for alpha, path in zip(alphas, paths, strict=True):
+        paths: list[Path] = []
+        for alpha in alphas:
             on_start(alpha)
             sub = cut(trained, alpha)
-            write(trained, sub, path, "onnx")
-            metric = metric_of(trained, sub)
-            found.append(width_of_file(trained, sub, path, metric=metric))
-        latencies = measure_latency_ms(paths, trained.example(1))
+            deployed = deployed_for(trained, sub, "onnx", prepare=prepare)
+            for name in formats:
+                path = Path(folder, f"{len(paths)}.onnx")
+                difference = write(trained, sub, path, name, prepare=prepare)
+                metric = metric_of(trained, OnnxFile(path), deployed.test())
+                width = width_of_file(trained, sub, path, metric=metric)
+                precision = precision_of(name)
+                found.append(replace(width, precision=precision, difference=difference))
+                paths.append(path)
+        latencies = measure_latency_ms(paths, deployed.inputs(1))
     return [replace(w, latency_ms=ms) for w, ms in zip(found, latencies, strict=True)]
 
 
@@ -138,7 +180,7 @@ def parse_limit(text: str) -> Limit:
     return Limit(field, float(found[1]), unit, scale)
 
 
-def widest(trained: TrainedModel, limit: Limit, format_name: str) -> Width:
+def widest(trained: TrainedModel, limit: Limit, format_name: str, *, prepare: bool = True) -> Width:
     """The widest sub-model (α to a hundredth) within the limit.
 
     A latency that fits is measured a second time, since the first may have been lucky.
@@ -148,7 +190,7 @@ def widest(trained: TrainedModel, limit: Limit, format_name: str) -> Width:
     measured: dict[float, Width] = {}
 
     def cost(alpha: float) -> float:
-        measured[alpha] = _measure(trained, limit, format_name, alpha)
+        measured[alpha] = _measure(trained, limit, format_name, alpha, prepare=prepare)
         return limit.cost(measured[alpha])
 
     if (needed := cost(least)) > limit.amount:
@@ -169,18 +211,22 @@ def _round_up(amount: float) -> str:
     return f"{math.ceil(amount * 10**digits - 1e-9) / 10**digits:g}"
 
 
-def _measure(trained: TrainedModel, limit: Limit, format_name: str, alpha: float) -> Width:
+def _measure(
+    trained: TrainedModel, limit: Limit, format_name: str, alpha: float, *, prepare: bool
+) -> Width:
     """The cost of a width, as far as the limit needs it."""
     sub = trained.net.shrink(alpha)  # not calibrated: statistics change neither size nor speed
     sub.module.eval()
     is_timed, latency_ms = limit.field == "latency_ms", None
-    name = "onnx" if is_timed else format_name
+    name = format_name if FORMATS[format_name].suffix == ".onnx" or not is_timed else "onnx"
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder, f"probe{FORMATS[name].suffix}")
         if limit.field == "flops":
             path.touch()
         else:
-            write(trained, sub, path, name)
+            write(trained, sub, path, name, prepare=prepare)
         if is_timed:
-            [latency_ms] = measure_latency_ms([path], trained.example(1))
-        return width_of_file(trained, sub, path, latency_ms=latency_ms)
+            example = deployed_for(trained, sub, name, prepare=prepare).inputs(1)
+            [latency_ms] = measure_latency_ms([path], example)
+        found = width_of_file(trained, sub, path, latency_ms=latency_ms)
+        return replace(found, precision=precision_of(name))

@@ -23,7 +23,7 @@ from anycostfl.device import TEST_CHUNK, DeviceRuntime, Job, Reply, learn_honest
 from anycostfl.experiment import Experiment
 from anycostfl.fleets.attackers import Attackers, choose_attackers
 from anycostfl.metrics import Score, score
-from anycostfl.planning.draw import choose, draw_cohort
+from anycostfl.planning.draw import choose, draw_cohort, present
 from anycostfl.rounds import Offers, RoundPlan
 from anycostfl.server.suspensions import Suspensions
 from anycostfl.state import State
@@ -137,16 +137,17 @@ class SimulatedFleet:
     def offers(self, number: int, suspensions: Suspensions) -> Offers:
         """Draw the cohort of a round with its budgets."""
         fleet, seed = self._config.fleet, self._config.run.seed
-        everyone = range(fleet.devices)
+        there = present(fleet, seed=seed, round_index=number)
+        allowed = suspensions.available(range(fleet.devices), number)
         cohort = draw_cohort(
             fleet,
             seed=seed,
             round_index=number,
             samples=self._counts,
             profiles=self._profiles,
-            ready=suspensions.available(everyone, number),
+            ready={device for device in there if device in allowed},
         )
-        drawn = choose(fleet, everyone, seed=seed, round_index=number)
+        drawn = choose(fleet, there, seed=seed, round_index=number)
         return Offers(cohort, drawn.tolist())
 
     def perform(self, plan: RoundPlan) -> Iterator[Reply]:
@@ -164,7 +165,8 @@ class SimulatedFleet:
         self._experiment.net.load(weights)
         metrics, held = self._experiment.runtime.task.metrics, self._holdings
         known = held.train.owners if held.owners > 1 else None
-        return score(metrics, list(self._executor.measure()), known)
+        worst = self._config.run.budgets == "strict" and held.owners > 1
+        return score(metrics, list(self._executor.measure()), known, worst=worst)
 
     def memory(self) -> Mapping[int, State]:
         """What devices have left over."""

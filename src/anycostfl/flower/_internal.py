@@ -10,9 +10,11 @@ from __future__ import annotations
 
 import hashlib
 import logging
+import ssl
 import sys
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
+from copy import copy
 from enum import IntEnum
 from functools import cache, partial
 from importlib import import_module, resources
@@ -26,6 +28,7 @@ from flwr.app import Message, UserConfig
 from flwr.serverapp import Grid
 
 from anycostfl.errors import AnycostError, ConfigError
+from anycostfl.files import memory_bytes
 from anycostfl.flower.keys import public_key
 
 NEEDS: Mapping[str, tuple[str, ...]] = {
@@ -70,6 +73,7 @@ NEEDS: Mapping[str, tuple[str, ...]] = {
         "flwr.superlink.grid:HttpGrid",
         "flwr.supercore.inflatable.inflatable_utils:pull_objects",
         "flwr.proto.message_pb2:ConfirmMessageReceivedRequest",
+        "flwr.proto.runtime_pb2:PullAppMessagesRequest",
     ),
     # The bytes of a message as it is sent; its records tell only those of the arrays.
     "sizes": ("flwr.supercore.inflatable.inflatable_object:get_all_nested_objects",),
@@ -78,6 +82,11 @@ NEEDS: Mapping[str, tuple[str, ...]] = {
 }
 
 log = logging.getLogger("flwr").log  # Flower's own logger, which its processes show
+
+
+ANSWER_BYTES = 32 << 20  # Flower sends messages in parts of 5 MiB
+MESSAGE_BYTES = memory_bytes() // 2
+TIMEOUT_S = 30.0  # of a request, as Flower has it
 
 
 class TransferError(AnycostError):
@@ -127,8 +136,61 @@ def available(capability: str, otherwise: str) -> bool:
 
 # --- devices --------------------------------------------------------------------------------------
 
+
+def _tls(trust: bytes) -> ssl.SSLContext:
+    """What recognises a server by a certificate, and nothing else."""
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    context.load_verify_locations(cadata=trust.decode("ascii"))
+    return context
+
+
 Retry = Callable[[Callable[[], Any]], Any]
 """Makes a request, again while the server cannot be reached."""
+
+
+class BoundedAnswers(httpx.BaseTransport):
+    """Plain HTTP, with a limit on one answer and on all answers that make up a message."""
+
+    def __init__(self, verify: ssl.SSLContext | bool) -> None:
+        self._inner = httpx.HTTPTransport(verify=verify)
+        self.message = 0  # bytes of answers since the last message began
+
+    def handle_request(self, request: httpx.Request) -> httpx.Response:
+        """The answer to a request, read only as far as the limits go."""
+        request.headers["accept-encoding"] = "identity"  # a few packed bytes may be gigabytes
+        answer = self._inner.handle_request(request)
+        if answer.headers.get("content-encoding", "identity") != "identity":
+            answer.close()
+            raise httpx.RemoteProtocolError("the server packs its answer, which was not asked for")
+        return httpx.Response(
+            answer.status_code,
+            headers=answer.headers,
+            stream=_Counted(cast(httpx.SyncByteStream, answer.stream), self),
+            extensions=answer.extensions,
+        )
+
+    def close(self) -> None:
+        """Close all connections."""
+        self._inner.close()
+
+
+class _Counted(httpx.SyncByteStream):
+    def __init__(self, parts: httpx.SyncByteStream, counter: BoundedAnswers) -> None:
+        self._parts, self._counter = parts, counter
+
+    def __iter__(self) -> Iterator[bytes]:
+        size = 0
+        for part in self._parts:
+            size += len(part)
+            self._counter.message += len(part)
+            if size > ANSWER_BYTES:
+                raise httpx.RemoteProtocolError(f"an answer of more than {ANSWER_BYTES} bytes")
+            if self._counter.message > MESSAGE_BYTES:
+                raise TransferError(f"it has more than {MESSAGE_BYTES} bytes")
+            yield part
+
+    def close(self) -> None:
+        self._parts.close()
 
 
 class FleetClient:
@@ -140,6 +202,10 @@ class FleetClient:
         self._client = flower.FleetHttpClient.from_server_address(
             server, insecure=trust is None, root_certificates=trust, interceptors=[kind, signer]
         )
+        # Flower's own client follows redirects and reads answers of any length into memory.
+        self._answers = BoundedAnswers(_tls(trust) if trust else False)
+        self._client._client.close()
+        self._client._client = httpx.Client(transport=self._answers, timeout=TIMEOUT_S)
         self._retry = retry
 
     def close(self) -> None:
@@ -169,6 +235,7 @@ class FleetClient:
 
     def pull(self, node_id: int) -> Message | None:
         """The next message for this node, if there is one."""
+        self._answers.message = 0
         flower, node = self._flower, self._flower.Node(node_id=node_id)
         request = flower.fleet_pb2.PullMessagesRequest(node=node)
         found = self._retried("PullMessages")(request)
@@ -309,6 +376,44 @@ def reduce_polling() -> None:
     if available("collector", "replies are fetched as often as Flower looks for them"):
         flower = _use("collector")
         vars(flower.http_grid)["pull_objects"] = partial(flower.pull_objects, initial_backoff=0.05)
+
+
+Fetch = Callable[[], Iterable[Message]]
+"""Fetches a reply; nothing if there is none yet."""
+
+
+class _Known:
+    """A connection to the SuperLink that knows the answer to a question already."""
+
+    def __init__(self, connection: Any, answer: Any) -> None:
+        self._connection, self._answer = connection, answer
+
+    def PullMessages(self, _request: Any) -> Any:  # noqa: N802 - Flower's name
+        return self._answer
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._connection, name)
+
+
+def ready_replies(grid: Grid, ids: Sequence[str]) -> Mapping[str, Fetch]:
+    """To which messages replies have come, and how to fetch each; of some Grids, only how to try.
+
+    One request for all; the parts of a reply may still be on their way.
+    """
+    if not available("collector", "every reply is looked for by itself"):
+        return {name: partial(grid.pull_messages, [name]) for name in ids}
+    flower = _use("collector")
+    if not isinstance(grid, flower.HttpGrid):
+        return {name: partial(grid.pull_messages, [name]) for name in ids}
+    connection = cast(Any, grid)._runtime_client
+    found = connection.PullMessages(flower.PullAppMessagesRequest(message_ids=ids))
+    ready: dict[str, Fetch] = {}
+    for message, tree in zip(found.messages_list, found.message_object_trees, strict=True):
+        one = type(found)(messages_list=[message], message_object_trees=[tree])
+        view = copy(cast(Any, grid))  # Flower's code, for this reply alone
+        view._client = _Known(connection, one)
+        ready[message.metadata.reply_to_message_id] = partial(view.pull_messages, [])
+    return ready
 
 
 def drop_messages(grid: Grid, ids: Iterable[str]) -> None:

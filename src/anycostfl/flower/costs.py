@@ -20,6 +20,7 @@ import numpy as np
 from anycostfl.checks import FloatArray
 from anycostfl.errors import AnycostError
 from anycostfl.files import atomic_write, read_file
+from anycostfl.flower.policy import PolicyError
 from anycostfl.methods import Method
 from anycostfl.planning import estimator
 from anycostfl.planning.cost import UNLIMITED, Devices
@@ -31,6 +32,7 @@ LARGEST_FILE = 1 << 18  # bytes
 MOST_WORKLOADS = 8  # that a file remembers; the latest come last
 FINEST = 64  # the smallest β tried first is at most that much below the largest
 PASSES = 2  # of planning, so that the spread is that of what is planned
+WITHIN = 1.05  # of an offer: the server rounds
 AT_FIRST = 0.75  # of rounds are planned to be in time without ending early
 RESERVED = 0.8  # of uploads take no longer than what is kept for them when training ends early
 
@@ -67,7 +69,17 @@ class Costs:
     finish_s: float = 0.0  # from the end of training to the upload, in the last round
     idle: int = 0
     asked: int = -1
-    frequency_hz: float = 0.0  # planned for the coming round
+    frequency_hz: float = 0.0  # offered for the coming round
+    alpha: float = 0.0  # likewise
+    uploads: float = 0.0  # αβ, likewise; 0 as long as nothing was offered
+
+    def check(self, alpha: float, uploads: float) -> None:
+        """Raise a PolicyError if a task is more than this device offered to do."""
+        if self.uploads and (alpha > WITHIN * self.alpha or uploads > WITHIN * self.uploads):
+            raise PolicyError(
+                f"this task has α {alpha:.3g} and uploads {uploads:.3g} of the model; this device "
+                f"offered {self.alpha:.3g} and {self.uploads:.3g}"
+            )
 
     def completed(self, upload_s: float, confidence: float) -> Costs:
         """With what is known once the upload of the last round is over."""
@@ -182,6 +194,8 @@ def _costs(table: Mapping[str, Any]) -> Costs:
         idle=int(_number(table["idle"])),
         asked=int(table["asked"]),
         frequency_hz=_number(table["frequency_hz"]),
+        alpha=_number(table["alpha"], 1.0),
+        uploads=_number(table["uploads"], 1.0),
     )
 
 

@@ -12,7 +12,7 @@ import time
 from contextlib import suppress
 from dataclasses import dataclass, field, fields, replace
 from functools import lru_cache
-from logging import WARNING
+from logging import INFO, WARNING
 from pathlib import Path
 from statistics import NormalDist
 from typing import cast
@@ -64,11 +64,12 @@ from anycostfl.flower.messages import (
     to_records,
     write_state,
 )
+from anycostfl.flower.policy import Policy, check_cost
 from anycostfl.machine.clock import set_clock, settable_clock
 from anycostfl.machine.sensors import read_clock
 from anycostfl.machine.usage import Usage, has_meter, release_memory, start_usage
 from anycostfl.planning import estimator
-from anycostfl.planning.cost import UNLIMITED, Devices, make_devices
+from anycostfl.planning.cost import UNLIMITED, Devices, Workload, make_devices
 from anycostfl.planning.draw import Profile, draw_fleet, hardware_of
 from anycostfl.planning.estimator import Estimate, Terms
 from anycostfl.planning.planner import needed_budgets
@@ -83,6 +84,7 @@ from anycostfl.wire.envelope import MessageError
 
 ANY_RATE_BPS = 1e6  # of an uplink that nobody has described: what is measured replaces it
 LEAST_COEFFICIENT, TRANSMITTER_W = 1e-28, 0.1  # of energy that nobody has described
+DONE = "round %d: α %.3g, β %.3g; measured %.2f s, %d bytes"
 
 app = ClientApp()
 
@@ -133,10 +135,12 @@ def train(message: Message, context: Context) -> Message:
     costs = costs and device.learn(costs, task, reply, usage, transfer)
     known = device.capabilities(task.info.round + 1, device.public(context.state), costs)
     device.keep_costs(context.state, costs, known)
+    seconds = time.perf_counter() - begin
+    log(INFO, DONE, task.info.round, task.alpha, task.upload.beta, seconds, len(reply.payload))
     result = wire.Result(
         payload=reply.payload,
         error=reply.error,
-        busy_s=time.perf_counter() - begin,
+        busy_s=seconds,
         next=known,
         done=reply.done,
         measured=replace(device.measured(reply, usage, transfer), earlier_time_used=time_used),
@@ -173,6 +177,9 @@ class Setup:
     data: str = ""  # a task, or data of its own (`data.files`), instead of the experiment's
     split: bool = False  # train on a part of its own data, as the experiment is split
     threads: int = 1
+    methods: str = ""  # that are allowed, separated by commas; empty: all (`policy`)
+    max_epochs: int = 0
+    min_batch: int = 0
     server_files: bool = False  # read files that the server names, as Flower's engine needs it
 
     def node_config(self) -> UserConfig:
@@ -271,6 +278,7 @@ class Device:
             raise MessageError("a task that does not say what samples are prepared by")
         if task.device != self.setup.device:
             raise MessageError(f"a task for device {task.device}, this is {self.setup.device}")
+        self._check_cost(task)
         upload = replace(task.upload, blocks=self.runtime.net.blocks())
         job = Job(
             device=task.device,
@@ -278,6 +286,7 @@ class Device:
             upload=upload,
             seed=task.seed,
             learning_rate=task.learning_rate,
+            work=task.work,
             memory=memory,
             moved=task.moved,
             until=until,
@@ -292,6 +301,23 @@ class Device:
         job = Job(self.setup.device, alpha, upload, 0, runtime.training.learning_rate)
         few = self.samples.take(slice(0, runtime.training.batch))
         runtime.perform(runtime.net.shrink(alpha), few, job, learn_honestly)
+
+    def _check_cost(self, task: wire.TrainTask) -> None:
+        """Refuse what is beyond the owner's budgets; a member of a simulated fleet has none.
+
+        A device that planned for itself does no more than it offered.
+        """
+        if self.setup.is_member:
+            return
+        net = self.runtime.net
+        plan = net.plan(task.alpha)
+        elements = sum(math.prod(plan.shapes[n]) for n, _ in net.module.named_parameters())
+        bits = 32 * task.upload.beta * elements
+        if self.latest:
+            self.latest[0].check(task.alpha, bits / net.size_bits)
+        elif self.setup.profile:
+            workload = Workload(net.training_flops, net.size_bits, self.runtime.epochs)
+            check_cost(self._own()[1], workload, plan.flops_ratio, bits)
 
     def evaluate(self, task: wire.EvaluateTask) -> wire.Evaluation:
         """The sums of every metric over this device's test samples."""
@@ -407,7 +433,13 @@ class Device:
             return
         if known.offer:
             costs = costs.sat_out(known.round, feasible=not known.offer.reason)
-            costs = replace(costs, frequency_hz=known.offer.frequency_hz)
+            offer = known.offer
+            costs = replace(
+                costs,
+                frequency_hz=offer.frequency_hz,
+                alpha=offer.alpha,
+                uploads=offer.alpha * offer.beta,
+            )
         self.latest[:] = [costs]
         if self.setup.state:
             with suppress(OSError):  # a full disk stops no device
@@ -465,7 +497,7 @@ class Device:
             alpha=task.alpha,
             uploaded=8 * len(reply.payload) / self.told.workload.size_bits,
             download_s=transfer.download_s,
-            compute_s=whole * usage.seconds * slower,
+            compute_s=whole * usage.seconds * slower / task.work,
             joules=math.nan if usage.joules is None else whole * usage.joules / slower**2,
             until_upload_s=usage.seconds + transfer.download_s,
         )
@@ -532,6 +564,8 @@ def _fill(sub: SubModel, state: State) -> None:
 @lru_cache(maxsize=1)  # a process is one device, but for simulated fleets
 def open_device(setup: Setup, told: wire.ExperimentInfo) -> Device:
     """This device, with its own samples, in the experiment that the server describes."""
+    policy = Policy(setup.methods, setup.max_epochs, setup.min_batch)
+    policy.check(told.method, told.epochs, told.training.batch)
     if not 0 <= setup.device < told.fleet.devices:
         last = told.fleet.devices - 1
         raise ConfigError([f"device: given {setup.device}, must be 0 to {last} in this fleet"])

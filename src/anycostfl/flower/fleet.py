@@ -16,6 +16,7 @@ from dataclasses import dataclass, field, fields, replace
 from functools import partial
 from logging import INFO, WARNING
 from pathlib import Path
+from typing import Annotated
 
 import numpy as np
 import torch
@@ -23,7 +24,7 @@ from flwr.app import Message, MessageType
 from flwr.serverapp import Grid
 from torch import Tensor
 
-from anycostfl.checks import Count, Positive, check_fields
+from anycostfl.checks import AtLeastZero, Count, Positive, check_fields
 from anycostfl.data.prepare import Prepare, add_sums
 from anycostfl.device import Reply
 from anycostfl.errors import AnycostError
@@ -34,16 +35,26 @@ from anycostfl.flower.messages import ReplyCollector, read_reply, reason_of, to_
 from anycostfl.flower.numbers import NotReadyError, claim_number
 from anycostfl.metrics import Metric, Score, score
 from anycostfl.planning.cost import Devices
-from anycostfl.planning.draw import Cohort, choose
+from anycostfl.planning.draw import Cohort, choose, reject_simulated_only
 from anycostfl.planning.planner import needed_budgets
 from anycostfl.planning.strategy import Reason
-from anycostfl.rounds import Offers, RoundPlan, ServerState, one_line
+from anycostfl.rounds import (
+    CLOSED,
+    LateReply,
+    Offers,
+    RoundPlan,
+    ServerState,
+    one_line,
+)
 from anycostfl.server.suspensions import Suspensions
 from anycostfl.state import State
 from anycostfl.wire import messages as wire
 from anycostfl.wire.envelope import Envelope, MessageError
 
-ASK_S = 30.0  # how long a question stands
+ASK_S, ASK_MOST_S = 30.0, 480.0  # until a question is repeated: twice as long every time
+ANSWER_S = 600.0  # how long an answer is waited for, repeated question or not
+MOST_OPEN = 1000  # unanswered tasks of closed rounds that are remembered
+BATCH, BATCH_BYTES = 100, 4 << 20  # messages in one request
 GONE_S = 25.0  # a device that crashed counts as connected for 20 s, and returns as another node
 REFRESH_S = 1.0  # between two looks at who is connected
 SPARE_S = 10.0  # a task outlives its deadline, so that it is the deadline that is recorded
@@ -66,6 +77,7 @@ class RoundPolicy:
     wait_for: Count = 1  # devices that must have joined before the first round
     min_replies: Count = 1  # usable replies without which a round changes nothing
     patience_s: Positive = 600.0  # how long to wait for devices before giving up
+    close_after: Annotated[int, AtLeastZero] = 0  # replies that end a round early; 0: all
 
     def __post_init__(self) -> None:
         check_fields(self)
@@ -75,7 +87,7 @@ class RoundPolicy:
 class Node:
     """A node of Flower that is connected, and what was asked of it."""
 
-    question: str = ""  # the message that asks who it is
+    asked: int = 0  # how often it was asked without an answer
     lapses: float = 0.0  # when it is asked again; never, if it was rejected
     twin_since: float = math.inf  # when it was first seen that its number is another node's
     unfit: str = ""  # why it is no device
@@ -113,6 +125,7 @@ class FlowerFleet:
         folder: Path | None = None,
     ) -> None:
         reject_attacks(experiment.config.attack)
+        reject_simulated_only(experiment.config.fleet)
         self._grid, self._experiment, self._policy = grid, experiment, policy
         self._collector, self._folder = ReplyCollector(grid), folder
         self._about = wire.ExperimentInfo.of(experiment)
@@ -124,6 +137,9 @@ class FlowerFleet:
         self._nodes: dict[int, Node] = {}  # that are connected
         self._capabilities: dict[int, wire.Capabilities] = {}  # of nodes that are devices
         self._sent: dict[str, Sent] = {}  # the latest tasks, or models to evaluate
+        self._open: dict[str, tuple[Sent, int]] = {}  # tasks of closed rounds that are unanswered
+        self._late: list[LateReply] = []  # since the last round was planned
+        self._questions: dict[str, int] = {}  # that have not been answered, and to which node
         self._slow: set[int] = set()  # devices that were warned about
         self._looked = 0.0  # when
 
@@ -166,7 +182,7 @@ class FlowerFleet:
 
         def have_answered() -> bool:
             strangers = (known for n, known in self._nodes.items() if n not in self._capabilities)
-            return not any(known.question and not known.unfit for known in strangers)
+            return not any(known.asked and not known.unfit for known in strangers)
 
         self._wait(have_answered, time.monotonic() + ASK_S)
         if self._capabilities:
@@ -176,7 +192,8 @@ class FlowerFleet:
     def _draw(self, number: int, suspensions: Suspensions) -> Offers | None:
         """Choose among the devices that are there; nothing if none of the chosen answers."""
         nodes, config = self.devices(), self._experiment.config
-        draw = partial(choose, config.fleet, seed=config.run.seed, round_index=number)
+        last = suspensions.drawn_last(number)
+        draw = partial(choose, config.fleet, seed=config.run.seed, round_index=number, last=last)
         chosen = draw(suspensions.available(nodes, number)).tolist()
 
         def silent() -> list[int]:
@@ -198,8 +215,13 @@ class FlowerFleet:
             draw(nodes).tolist(),
             lost,
             {} if self._experiment.fitted else self._fitted,
+            self._take_late(),
             {i: one.offer for i, one in enumerate(ready) if one.offer},
         )
+
+    def _take_late(self) -> tuple[LateReply, ...]:
+        late, self._late = tuple(self._late), []
+        return late
 
     def _fit(self) -> None:
         """Fit what samples are prepared by on all devices that are there, and tell them."""
@@ -247,6 +269,7 @@ class FlowerFleet:
                 upload=a.upload,
                 seed=a.seed,
                 learning_rate=a.learning_rate,
+                work=a.work,
                 weights=b"" if plan.step else wire.pack_weights(net, plan.model, a.plan),
                 moved=plan.moved if feedback else {},
                 download=self._chain.since(held[a.device]) if plan.step else wire.Download(),
@@ -262,11 +285,16 @@ class FlowerFleet:
         warn_infeasible(plan)
         wait_s, self._coming = self._policy.deadline_s, plan.number + 1
         # Late replies are fetched, too: Flower keeps them.
-        sent = self._exchange(self.messages(plan, wait_s), SPARE_S)
+        sent = self._exchange(
+            self.messages(plan, wait_s), SPARE_S, close_after=self._policy.close_after
+        )
+        early = 0 < self._policy.close_after <= sum(map(is_answered, sent.values()))
+        unanswered = {s.name: (s, plan.number) for s in sent.values() if s.name and not s.replies}
+        self._open = dict([*self._open.items(), *unanswered.items()][-MOST_OPEN:])
         replies: list[Reply] = []
         surplus: list[Reply] = []
         for one in (sent[a.device] for a in plan.assignments):
-            late = one.lost or f"no reply within {wait_s:g} s"
+            late = one.lost or (CLOSED if early else f"no reply within {wait_s:g} s")
             came = [reply_to(one.known, r) for r in one.replies] or [
                 replace(one.known, missing=late)
             ]
@@ -304,13 +332,21 @@ class FlowerFleet:
         return score(metrics, chunks) if are_possible(metrics, total) else None
 
     def _exchange(
-        self, messages: Iterable[tuple[Message, Reply]], spare_s: float = 0.0
+        self,
+        messages: Iterable[tuple[Message, Reply]],
+        spare_s: float = 0.0,
+        *,
+        close_after: int = 0,
     ) -> dict[int, Sent]:
-        """Send messages; wait till all are answered or their nodes gone, or the time is over."""
+        """Send messages; wait till all are answered or their nodes gone, or the time is over.
+
+        Or till so many are answered.
+        """
         sent, wait_s = {}, self._policy.deadline_s
-        for message, known in messages:
-            node, name = message.metadata.dst_node_id, self._collector.send(message)
-            sent[known.device] = Sent(node, name, known)
+        for batch in batched(messages):
+            names = self._collector.send([message for message, _ in batch])
+            for (message, known), name in zip(batch, names, strict=True):
+                sent[known.device] = Sent(message.metadata.dst_node_id, name, known)
         self._sent = {one.name: one for one in sent.values() if one.name}
         self._collector.watch(list(self._sent), wait_s + spare_s)
 
@@ -318,6 +354,8 @@ class FlowerFleet:
             for one in sent.values():
                 if one.node not in self._nodes:
                     one.lost = one.lost or "the device is gone"
+            if 0 < close_after <= sum(map(is_answered, sent.values())):
+                return True
             return all(one.replies or one.lost for one in sent.values())
 
         self._wait(is_over, time.monotonic() + wait_s)
@@ -369,6 +407,8 @@ class FlowerFleet:
     def _refresh(self, now: float) -> None:
         """Forget nodes that are gone; ask those that are no devices, unless asked lately."""
         online = sorted(self._grid.get_node_ids())
+        there = set(online)
+        self._questions = {name: n for name, n in self._questions.items() if n in there}
         self._nodes = {node: self._nodes.get(node, Node()) for node in online}
         self._capabilities = {n: c for n, c in self._capabilities.items() if n in self._nodes}
         strangers = (n for n in online if n not in self._capabilities)
@@ -376,24 +416,35 @@ class FlowerFleet:
 
     def _question(self, nodes: Sequence[int]) -> None:
         """Ask nodes who they are and what they can spend in the coming round."""
-        info, asked = wire.RoundInfo(self._about, self._coming).pack(), []
-        for node in nodes:
-            message = to_message(info, node, MessageType.QUERY, self._coming, ASK_S)
-            if name := self._collector.send(message):
-                known = self._nodes[node]
-                known.question, known.lapses = name, time.monotonic() + ASK_S
-                asked.append(name)
-        self._collector.watch(asked, ASK_S)
+        info, now = wire.RoundInfo(self._about, self._coming).pack(), time.monotonic()
+        for start in range(0, len(nodes), BATCH):
+            some, kind = nodes[start : start + BATCH], MessageType.QUERY
+            names = self._collector.send(
+                [to_message(info, node, kind, self._coming, ANSWER_S) for node in some]
+            )
+            asked = {name: node for name, node in zip(names, some, strict=True) if name}
+            self._questions |= asked
+            self._collector.watch(asked, ANSWER_S)
+            for known in map(self._nodes.__getitem__, asked.values()):
+                known.lapses = now + min(ASK_S * 2**known.asked, ASK_MOST_S)
+                known.asked += 1
 
     def _handle(self, name: str, reply: Message | MessageError) -> None:
-        """Note a reply to what was sent, or welcome a node that says who it is."""
+        """Note a reply to what was sent, now or earlier, or welcome a node that says who it is."""
+        if name in self._open:
+            one, number = self._open.pop(name)
+            if isinstance(reply, MessageError) or not is_silence(reply):
+                size = message_bytes(reply) if isinstance(reply, Message) else 0
+                self._late.append(LateReply(one.known.device, number, size))
+                self._renew(one.node, reply)
+            return
         if sent := self._sent.get(name):
             sent.replies.append(reply)
             self._renew(sent.node, reply)
             return
-        for node, known in self._nodes.items():
-            if known.question == name:
-                self._welcome(node, known, reply)
+        node = self._questions.pop(name, None)
+        if node in self._nodes:
+            self._welcome(node, self._nodes[node], reply)
 
     def _renew(self, node: int, reply: Message | MessageError) -> None:
         """A result carries the next round's capabilities; without them, the device is asked."""
@@ -422,9 +473,9 @@ class FlowerFleet:
         """Add a device, unless it cannot be one of this fleet's."""
         if isinstance(answer, Message) and answer.has_error():
             known.unfit = reason_of(answer)
-            log(INFO, "node %s did not answer: %s", node, one_line(known.unfit))
+            log(INFO, "node %s did not answer: %s", node, one_line(reason_of(answer)))
             return
-        known.question, known.lapses = "", 0.0
+        known.asked, known.lapses = 0, 0.0
         try:
             found = self._read_capabilities(read_reply(answer))
             if not 0 <= found.device < self._experiment.config.fleet.devices:
@@ -439,11 +490,14 @@ class FlowerFleet:
             known.unfit, known.lapses = str(error), math.inf  # until it connects again
             if isinstance(answer, Message):
                 no = wire.pack_rejection(str(error))
-                self._collector.send(to_message(no, node, MessageType.QUERY, self._coming, ASK_S))
+                kind = MessageType.QUERY
+                self._collector.send([to_message(no, node, kind, self._coming, ASK_S)])
         else:
             if node not in self._capabilities:
                 log(INFO, "device %d is ready", found.device)
-            self._capabilities[node], known.unfit = found, ""
+            if node not in self._capabilities or found.round >= self._capabilities[node].round:
+                self._capabilities[node] = found
+            known.unfit = ""
 
     def _check_free(self, node: int, known: Node, device: int) -> None:
         """Reject a number that is another node's, unless that one may have crashed just now."""
@@ -465,6 +519,22 @@ def warn_infeasible(plan: RoundPlan) -> None:
         reason, needs = strategies.reason[i], needed_budgets(strategies, cohort.devices, i)
         text = "device %d sits out (%s); it needs %s"
         log(WARNING, text, cohort.index[i], Reason(int(reason)), needs)
+
+
+def batched(
+    messages: Iterable[tuple[Message, Reply]],
+) -> Iterator[list[tuple[Message, Reply]]]:
+    """Messages in groups that one request can carry; a large one is alone."""
+    batch: list[tuple[Message, Reply]] = []
+    size = 0
+    for message, known in messages:
+        if batch and (len(batch) == BATCH or size + known.wire_bytes_down > BATCH_BYTES):
+            yield batch
+            batch, size = [], 0
+        batch.append((message, known))
+        size += known.wire_bytes_down
+    if batch:
+        yield batch
 
 
 def cohort_of(found: Sequence[wire.Capabilities]) -> Cohort:
@@ -493,6 +563,11 @@ def are_possible(metrics: Sequence[Metric], sums: Sequence[Tensor]) -> bool:
     """Whether a device can have measured these sums."""
     same = len(metrics) == len(sums)
     return same and all(m.is_possible(s) for m, s in zip(metrics, sums, strict=True))
+
+
+def is_answered(one: Sent) -> bool:
+    """Whether a device itself has replied."""
+    return any(isinstance(r, MessageError) or not is_silence(r) for r in one.replies)
 
 
 def is_silence(reply: Message | MessageError) -> bool:

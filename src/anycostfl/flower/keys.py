@@ -31,14 +31,18 @@ from anycostfl.files import atomic_write
 AUTHORITY_DAYS, SERVER_DAYS, RENEW_DAYS = 3650, 825, 30
 AUTHORITY = "anycostfl authority"
 CURVES_ONLY = "must be an elliptic-curve key, as `anycostfl keys` makes"
+RENEW = "Renew it with `anycostfl keys`, and copy it to the server"
+RENEW_AUTHORITY = (
+    "Move it and ca.key away, make new ones with `anycostfl keys`, and copy ca.crt to every device"
+)
 ALWAYS = ("localhost", "127.0.0.1", "::1")  # the server's own processes come this way
 
 
 class KeyFolder:
     """The files of a fleet's keys."""
 
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
+    def __init__(self, folder: Path, passphrase: str = "") -> None:
+        self.folder, self.passphrase = folder, passphrase  # of the authority's key
         self.authority = folder / "ca.crt"  # the certificate that devices trust
         self.authority_key = folder / "ca.key"
         self.certificate = folder / "server.crt"
@@ -54,11 +58,13 @@ class KeyFolder:
         return {path.stem: path for path in sorted(found)}
 
 
-def make_keys(folder: Path, hosts: Sequence[str], devices: Sequence[str]) -> list[Path]:
+def make_keys(
+    folder: Path, hosts: Sequence[str], devices: Sequence[str], passphrase: str = ""
+) -> list[Path]:
     """Make what is missing or empty; the files that are new. Keys that exist are never replaced.
 
     A certificate that lacks a host, is about to expire or is that of a lost authority is made anew,
-    for all it was good for.
+    for all it was good for. A passphrase encrypts the authority's key.
     """
     problems = [
         f"device name: given {name!r}, allowed letters, digits, . _ - and no .pub at the end"
@@ -74,12 +80,14 @@ def make_keys(folder: Path, hosts: Sequence[str], devices: Sequence[str]) -> lis
     ]
     if problems:
         raise ConfigError(problems)
-    keys = KeyFolder(folder)
+    keys = KeyFolder(folder, passphrase)
     paths = [keys.authority, keys.authority_key, keys.certificate, keys.certificate_key]
     for name in devices:
         paths += [keys.device(name), keys.device(f"{name}.pub")]
     before = {path: _content(path) for path in paths}
     (folder / "devices").mkdir(parents=True, exist_ok=True)
+    if passphrase and before[keys.authority_key]:
+        _encrypt_authority(keys)
     if not before[keys.authority]:
         _make_authority(keys)
     wanted = [str(name.value) for name in names.values() if name]
@@ -123,6 +131,25 @@ def _certificate(path: Path) -> x509.Certificate:
         raise ConfigError([f"{path}: not a certificate. Delete it to have it made anew"]) from error
 
 
+def expiry(path: Path) -> datetime:
+    """When a certificate ends."""
+    return _certificate(path).not_valid_after_utc
+
+
+def check_expiry(keys: KeyFolder, *, strict: bool = True) -> list[str]:
+    """Warnings about certificates that end soon; ConfigError for those that have, if strict."""
+    problems, warnings, now = [], [], datetime.now(UTC)
+    for path, remedy in ((keys.certificate, RENEW), (keys.authority, RENEW_AUTHORITY)):
+        end = expiry(path)
+        if end <= now:
+            problems.append(f"{path}: expired on {end:%Y-%m-%d}. {remedy}")
+        elif end <= now + timedelta(days=RENEW_DAYS):
+            warnings.append(f"{path} expires on {end:%Y-%m-%d}. {remedy}")
+    if problems and strict:
+        raise ConfigError(problems)
+    return [*problems, *warnings]
+
+
 def public_pem(key: ec.EllipticCurvePublicKey) -> bytes:
     """A public key in the form by which Flower registers nodes."""
     return key.public_bytes(Encoding.PEM, PublicFormat.SubjectPublicKeyInfo)
@@ -140,30 +167,81 @@ def public_key(path: Path) -> bytes:
 
 
 def private_key(
-    path: Path, load: Callable[..., object] = serialization.load_ssh_private_key
+    path: Path,
+    load: Callable[..., object] = serialization.load_ssh_private_key,
+    passphrase: str = "",
 ) -> ec.EllipticCurvePrivateKey:
     """A private key, in the form of a device's unless it is loaded otherwise."""
     try:
-        key = load(path.read_bytes(), password=None)
-    except (OSError, TypeError, ValueError) as error:  # TypeError: it has a password
+        content = path.read_bytes()
+    except OSError as error:
+        raise ConfigError([f"{path}: cannot be read ({error.strerror})"]) from error
+    if b"ENCRYPTED" in content and not passphrase:
+        raise ConfigError([f"{path}: encrypted; give its passphrase with --passphrase"])
+    try:
+        key = load(content, password=passphrase.encode() if b"ENCRYPTED" in content else None)
+    except (TypeError, ValueError) as error:  # TypeError: it has a password
+        if b"ENCRYPTED" in content:
+            raise ConfigError([f"{path}: this is not its passphrase"]) from error
         raise ConfigError([f"{path}: not a key that `anycostfl keys` made ({error})"]) from error
     if not isinstance(key, ec.EllipticCurvePrivateKey):
         raise ConfigError([f"{path}: {CURVES_ONLY}"])
     return key
 
 
-def _own_key(path: Path) -> ec.EllipticCurvePrivateKey:
+def _own_key(path: Path, passphrase: str = "") -> ec.EllipticCurvePrivateKey:
     """A key of the authority or the server, which is made if there is none."""
     if _content(path):
-        return private_key(path, serialization.load_pem_private_key)
-    return _new_key(path, PrivateFormat.PKCS8)
+        return private_key(path, serialization.load_pem_private_key, passphrase)
+    return _new_key(path, PrivateFormat.PKCS8, passphrase)
 
 
-def _new_key(path: Path, form: PrivateFormat) -> ec.EllipticCurvePrivateKey:
+def _new_key(path: Path, form: PrivateFormat, passphrase: str = "") -> ec.EllipticCurvePrivateKey:
     key = ec.generate_private_key(ec.SECP384R1())
-    content = key.private_bytes(Encoding.PEM, form, serialization.NoEncryption())
-    atomic_write(path, content, secret=True)
+    _write_key(path, key, form, passphrase)
     return key
+
+
+def _write_key(
+    path: Path, key: ec.EllipticCurvePrivateKey, form: PrivateFormat, passphrase: str
+) -> None:
+    how: serialization.KeySerializationEncryption = serialization.NoEncryption()
+    if passphrase:
+        how = serialization.BestAvailableEncryption(passphrase.encode())
+    atomic_write(path, key.private_bytes(Encoding.PEM, form, how), secret=True)
+
+
+def _encrypt_authority(keys: KeyFolder) -> None:
+    """Encrypt the authority's key, unless it is encrypted already."""
+    path = keys.authority_key
+    if b"ENCRYPTED" not in _content(path):
+        _write_key(path, _own_key(path), PrivateFormat.PKCS8, keys.passphrase)
+
+
+# --- the day a key leaks --------------------------------------------------------------------------
+
+
+def revoke(folder: Path, devices: Sequence[str]) -> None:
+    """Delete the keys of devices; a running server puts them out at once."""
+    keys = KeyFolder(folder)
+    if unknown := [name for name in devices if name not in keys.registered()]:
+        known = ", ".join(keys.registered()) or "none"
+        raise ConfigError([f"no key of {', '.join(unknown)} in {folder}; there are {known}"])
+    for name in devices:
+        keys.device(f"{name}.pub").unlink()
+        keys.device(name).unlink(missing_ok=True)
+
+
+def forget_server(folder: Path, *, authority: bool) -> None:
+    """Delete the server's key, and the authority with it, so that `make_keys` makes new ones."""
+    keys = KeyFolder(folder)
+    keys.certificate_key.unlink(missing_ok=True)
+    if authority:
+        keys.authority.unlink(missing_ok=True)
+        keys.authority_key.unlink(missing_ok=True)
+
+
+# --- making them ----------------------------------------------------------------------------------
 
 
 def _make_device(path: Path) -> None:
@@ -176,7 +254,7 @@ def _make_device(path: Path) -> None:
 
 
 def _make_authority(keys: KeyFolder) -> None:
-    key = _own_key(keys.authority_key)
+    key = _own_key(keys.authority_key, keys.passphrase)
     builder = _builder(AUTHORITY, key.public_key(), AUTHORITY_DAYS, is_authority=True)
     _write(keys.authority, builder, key)
 
@@ -187,7 +265,8 @@ def _make_certificate(keys: KeyFolder, hosts: Sequence[str]) -> None:
             [f"--host: {keys.certificate} is not good for {', '.join(hosts) or keys.authority}, "
              f"and without {keys.authority_key} no other can be made"]
         )  # fmt: skip
-    authority, key = _own_key(keys.authority_key), _own_key(keys.certificate_key)
+    authority = _own_key(keys.authority_key, keys.passphrase)
+    key = _own_key(keys.certificate_key)
     before = names_of(keys.certificate) if _content(keys.certificate) else []
     good_for = [*(name for name in before if name not in ALWAYS), *hosts, *ALWAYS]
     names = [name for host in dict.fromkeys(good_for) if (name := _name(host))]

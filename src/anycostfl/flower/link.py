@@ -34,10 +34,10 @@ import tomli_w
 from flwr.app import UserConfig
 
 from anycostfl.errors import AnycostError, ConfigError
-from anycostfl.files import StorageError, atomic_write, open_nofollow, try_lock
+from anycostfl.files import StorageError, atomic_write, open_nofollow, read_file, try_lock
 from anycostfl.flower._internal import ControlClient, available
 from anycostfl.flower.fleet import RoundPolicy
-from anycostfl.flower.keys import KeyFolder
+from anycostfl.flower.keys import KeyFolder, check_expiry
 from anycostfl.flower.numbers import note_nodes
 from anycostfl.flower.server import FAILURE, LOCK, LOG, lock_owner, run_config
 from anycostfl.flower.superlink import check_host
@@ -51,6 +51,8 @@ TRIES = 3  # starts without a finished round in between
 POLL_S = 0.2  # between two looks at the run directory
 HEALTH_S, ANSWER_S = 5.0, 10.0  # between two health checks; for the SuperLink to answer one
 CONNECTION, CALL_S = "anycostfl", 120.0  # the SuperLink in Flower's configuration; a call of `flwr`
+LONGEST_FAILURE = 10_000  # bytes of what the server app says
+EXPIRY_S = 86_400.0  # between two looks at the certificates
 MISSED = 3  # health checks in a row; then it counts as hung
 
 logger = logging.getLogger(__name__)
@@ -120,6 +122,7 @@ class SuperLinkProcess:
 
     def __init__(self, options: ServerOptions) -> None:
         self.options = options
+        self._expiry_s = time.monotonic() + EXPIRY_S  # when certificates are looked at again
         self.restarts = 0  # of the server app, alone or with the SuperLink
         self._failures = 0  # since the last finished round
         self._registered: dict[str, int] = {}
@@ -256,6 +259,10 @@ class SuperLinkProcess:
         """Follow changes in the folder of keys; whether the SuperLink is healthy."""
         with suppress(httpx.TransportError):  # the next health check tells
             self.register()
+        if self.options.keys and time.monotonic() > self._expiry_s:
+            self._expiry_s = time.monotonic() + EXPIRY_S
+            for warning in check_expiry(self.options.keys, strict=False):
+                logger.warning("%s", warning)
         return self.is_healthy()
 
     def _start_run(self) -> tuple[int, float]:
@@ -277,7 +284,8 @@ class SuperLinkProcess:
         """Give up if the server app said why it ended, or if it keeps dying."""
         failure = self.options.folder / FAILURE
         if failure.exists():
-            raise AnycostError(failure.read_text() or f"the disk of {failure.parent} is full")
+            said = read_file(failure, LONGEST_FAILURE).decode(errors="replace")
+            raise AnycostError(said or f"the disk of {failure.parent} is full")
         self._failures += 1
         if self._failures >= TRIES:
             raise ServerDiedError(

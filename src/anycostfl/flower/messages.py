@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, fields
 from queue import Empty, SimpleQueue
 from typing import Any, cast
@@ -14,11 +14,12 @@ import httpx
 from flwr.app import Array, ArrayRecord, ConfigRecord, Message, RecordDict
 from flwr.serverapp import Grid
 
+from anycostfl.flower._internal import Fetch, ready_replies
 from anycostfl.state import State
 from anycostfl.wire.envelope import Blob, Envelope, MessageError, blobs_of
 
-POLL_S = 0.1  # between two looks for a reply
-FEW = 16  # messages; of more, each is looked for less often, so that all cost the same
+POLL_MIN_S, POLL_MAX_S, GROWTH = 0.1, 0.5, 1.1  # between two looks for replies
+MOST_FETCHED = 64  # replies that are fetched at once; a device may leave its own half sent
 
 
 def to_records(envelope: Envelope) -> RecordDict:
@@ -106,26 +107,31 @@ def read_transfer(records: RecordDict) -> Transfer:
 class ReplyCollector:
     """Sends messages over Flower's Grid and collects replies, in the order in which they arrive.
 
-    Flower's own `send_and_receive` sleeps three seconds between two looks. Pulling a reply whose
+    Flower's own `send_and_receive` sleeps three seconds between two looks. One thread looks for the
+    replies to all messages at once, the less often the longer nothing comes. Fetching a reply whose
     sender died while sending it blocks for minutes, and one that cannot be read takes down all that
-    were pulled with it. So a thread waits for the reply to each message.
+    were fetched with it, so each reply is fetched by itself, in a thread of its own.
     """
 
     def __init__(self, grid: Grid) -> None:
         self._grid = grid
         self._inbox: SimpleQueue[tuple[str, Message | MessageError]] = SimpleQueue()
+        self._until: dict[str, float] = {}  # when to stop waiting for the reply to a message
+        self._fetched: set[str] = set()  # messages whose reply is on its way to here
+        self._changed = threading.Condition()  # guards the two above
+        self._free = threading.BoundedSemaphore(MOST_FETCHED)
+        threading.Thread(target=self._look, daemon=True).start()
 
-    def send(self, message: Message) -> str:
-        """Send one message; its id, empty if it was not accepted."""
-        return next(iter(self._grid.push_messages([message])), "") or ""
+    def send(self, messages: Sequence[Message]) -> list[str]:
+        """Send messages in one request; the id of each, empty if it was not accepted."""
+        names = list(self._grid.push_messages(messages)) if messages else []
+        return [names[i] or "" if i < len(names) else "" for i in range(len(messages))]
 
-    def watch(self, ids: Sequence[str], wait_s: float) -> None:
+    def watch(self, ids: Iterable[str], wait_s: float) -> None:
         """Wait for the replies to some messages in the background."""
-        until = time.monotonic() + wait_s
-        pause_s = POLL_S * max(len(ids) / FEW, 1.0)
-        for name in ids:
-            about = (name, until, pause_s)
-            threading.Thread(target=self._watch, args=about, daemon=True).start()
+        with self._changed:
+            self._until |= dict.fromkeys(ids, time.monotonic() + wait_s)
+            self._changed.notify()
 
     def take(self, wait_s: float) -> tuple[str, Message | MessageError] | None:
         """The next reply or why it cannot be read, and to which message, if one arrives in time."""
@@ -134,16 +140,41 @@ class ReplyCollector:
         except Empty:
             return None
 
-    def _watch(self, name: str, until: float, pause_s: float) -> None:
-        while time.monotonic() < until:
+    def _look(self) -> None:
+        pause_s = POLL_MIN_S
+        while True:
+            names = self._awaited()
             try:
-                replies: Sequence[Message | MessageError] = list(self._grid.pull_messages([name]))
+                ready = ready_replies(self._grid, names) if names else {}
             except (OSError, httpx.HTTPError):  # the SuperLink is busy or gone: look again
-                replies = []
-            except Exception as error:  # whatever a device can make Flower raise
-                replies = [MessageError(f"{type(error).__name__}: {error}"[:200])]
-            for reply in replies:
-                self._inbox.put((name, reply))
+                ready = {}
+            with self._changed:
+                self._fetched |= ready.keys()
+            for name, fetch in ready.items():
+                threading.Thread(target=self._fetch, args=(name, fetch), daemon=True).start()
+            pause_s = POLL_MIN_S if ready else min(GROWTH * pause_s, POLL_MAX_S)
+            with self._changed:
+                if self._changed.wait(pause_s):
+                    pause_s = POLL_MIN_S
+
+    def _awaited(self) -> list[str]:
+        """Messages whose replies are neither here nor on their way."""
+        with self._changed:
+            now = time.monotonic()
+            self._until = {name: until for name, until in self._until.items() if until > now}
+            return [name for name in self._until if name not in self._fetched]
+
+    def _fetch(self, name: str, fetch: Fetch) -> None:
+        try:
+            with self._free:
+                replies: Sequence[Message | MessageError] = list(fetch())
+        except (OSError, httpx.HTTPError):  # the SuperLink is busy or gone: look again
+            replies = []
+        except Exception as error:  # whatever a device can make Flower raise
+            replies = [MessageError(f"{type(error).__name__}: {error}"[:200])]
+        for reply in replies:
+            self._inbox.put((name, reply))
+        with self._changed:
+            self._fetched.discard(name)
             if replies:
-                return
-            time.sleep(pause_s)
+                self._until.pop(name, None)

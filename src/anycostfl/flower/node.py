@@ -33,7 +33,7 @@ from cryptography.hazmat.primitives.asymmetric import ec
 from flwr.app import Context, Error, Message, MessageType, RecordDict
 from flwr.clientapp import ClientApp
 
-from anycostfl.errors import AnycostError, ConfigError
+from anycostfl.errors import AnycostError, ConfigError, printable
 from anycostfl.flower import _internal
 from anycostfl.flower._internal import ErrorCode, FleetClient, TransferError, log
 from anycostfl.flower.device import Setup
@@ -47,13 +47,17 @@ HEARTBEAT_S = 10.0  # Flower's minimum; after two missed ones a device counts as
 REFUSED_S = 45.0  # a device that crashed is refused until it counts as gone
 LEAST_S = 2.0  # a smaller difference between two clocks is not worth signing again
 STALE_S = 1.5  # how old the time in a response may be: uvicorn looks at its clock once a second
+AHEAD = timedelta(days=1)  # that a server's clock is followed into the future
+FAR_AHEAD = "the server's clock says %s, more than %s ahead; set the clock of this device"
 SIGNED = 4  # times at most, one request
 POLL_MIN_S, POLL_MAX_S = 0.1, 1.0  # between two looks for work
+POLL_IDLE_S, IDLE_SHARE = 10.0, 0.05  # of a device without work: the share of its idle time
 PAUSE_MAX_S = 10.0  # before trying an unreachable server again
 STOP_S, GIVE_UP_S = 10.0, 180.0  # of a SuperNode: to stop, and to keep starting it again
 WRONG_SERVER = ("CERTIFICATE_VERIFY_FAILED", "WRONG_VERSION_NUMBER")
 """TLS errors of a server with a foreign certificate, or with none. Other errors in a handshake are
 those of a connection that broke."""
+WRONG_TIME = ("certificate has expired", "certificate is not yet valid")
 INSTEAD = (
     "`flower-supernode` runs this device. It is slower, and it runs the app that the server sends: "
     "join only servers that you trust"
@@ -117,6 +121,11 @@ def patiently(address: Address, request: Callable[[], Any]) -> Any:
         try:
             return request()
         except httpx.TransportError as error:
+            if any(word in str(error) for word in WRONG_TIME):
+                raise RefusedError(
+                    f"the server's certificate is not valid today: {error}. Its owner renews it "
+                    "with `anycostfl keys`; is the clock of this device right?"
+                ) from error
             if any(word in str(error) for word in WRONG_SERVER):
                 raise RefusedError(
                     f"the server is not the expected one: {error}. Give the ca.crt that its "
@@ -172,16 +181,19 @@ def _online(client: FleetClient, node_id: int) -> Iterator[None]:
 
 def answer_messages(client: FleetClient, app: ClientApp, context: Context) -> None:
     """Answer messages until the server forgets this node."""
-    pause_s, transfer = POLL_MIN_S, Transfer()
+    pause_s, latest, transfer = POLL_MIN_S, time.monotonic(), Transfer()
     while True:
         try:
             begin = time.monotonic()
             message = client.pull(context.node_id)
             if message is None:
                 time.sleep(pause_s)
-                pause_s = min(1.2 * pause_s, POLL_MAX_S)
+                # A device that is seldom drawn must not ask every second for hours.
+                idle_s = (time.monotonic() - latest) * IDLE_SHARE
+                pause_s = min(1.2 * pause_s, max(POLL_MAX_S, idle_s), POLL_IDLE_S)
                 continue
-            pause_s, came = POLL_MIN_S, time.monotonic()
+            pause_s = POLL_MIN_S
+            latest = came = time.monotonic()
             write_transfer(context.state, replace(transfer, download_s=came - begin))
             reply = answer(app, message, context)
             ready = time.monotonic()
@@ -198,6 +210,7 @@ def answer_messages(client: FleetClient, app: ClientApp, context: Context) -> No
             time.sleep(POLL_MAX_S)
         except TransferError as error:
             log(WARNING, "a message was cut short: %s", error)
+            time.sleep(POLL_MAX_S)
 
 
 def answer(app: ClientApp, message: Message, context: Context) -> Message:
@@ -211,12 +224,12 @@ def answer(app: ClientApp, message: Message, context: Context) -> Message:
     except DeviceRejectedError:
         raise
     except Exception as error:  # a device outlives whatever a message does to it
-        log(ERROR, "the message cannot be answered: %s", error)
+        log(ERROR, "the message cannot be answered: %s", printable(str(error)[:1000]))
         return Message(Error(ErrorCode.CLIENT_APP_RAISED_EXCEPTION, str(error)), reply_to=message)
 
 
 def _why(error: httpx.HTTPStatusError) -> str:
-    return f"{error.response.status_code} {error.response.text[:200]}".strip()
+    return printable(f"{error.response.status_code} {error.response.text[:200]}".strip())
 
 
 # --- wrong clocks ---------------------------------------------------------------------------------
@@ -227,14 +240,16 @@ class Signature:
 
     A device may be a board without a battery for its clock, or one whose clock has just jumped.
     Flower's server accepts a request only if it was signed with a time within five minutes of its
-    own. A refusal carries the server's time, and a device whose clock differs signs again. That
-    time may be a second old, so a refusal just after the server's own clock was set proves nothing
-    yet, and the request is repeated a moment later.
+    own. A refusal carries the server's time, and a device whose clock differs signs again, but
+    never for a time more than a day ahead of its own clock: such a signature could be used then.
+    The server's time may be a second old, so a refusal just after the server's own clock was set
+    proves nothing yet, and the request is repeated a moment later.
     """
 
     def __init__(self, key: ec.EllipticCurvePrivateKey) -> None:
         self._key = key
         self._public = b64encode(public_pem(key.public_key())).decode("ascii")
+        self._told = False  # that the server's clock is too far ahead to be followed
         self._behind = timedelta()  # this machine's clock, relative to the server's
 
     def intercept(self, context: Any, call_next: Callable[[Any], httpx.Response]) -> httpx.Response:
@@ -269,6 +284,11 @@ class Signature:
             there = parsedate_to_datetime(response.headers["date"])
             behind = there - datetime.now(UTC)
         except (KeyError, ValueError, TypeError, OverflowError):
+            return False
+        if behind > AHEAD:
+            if not self._told:
+                log(WARNING, FAR_AHEAD, there, AHEAD)
+            self._told = True
             return False
         self._behind = behind
         return abs((behind - believed).total_seconds()) > LEAST_S

@@ -20,6 +20,7 @@ from anycostfl.wire.messages import DeviceRejectedError
 
 NODES = "flower/nodes.json"
 DEVICES = "devices.json"
+LONGEST = 1 << 24  # bytes of either
 
 
 class NotReadyError(AnycostError):
@@ -52,7 +53,7 @@ def note_nodes(folder: Path, nodes: Mapping[str, int] | None) -> None:
 
 def _read(path: Path) -> dict[str, Any]:
     try:
-        return dict(json.loads(read_file(path)))
+        return dict(json.loads(read_file(path, LONGEST)))
     except FileNotFoundError:
         return {}
     except (TypeError, ValueError) as error:

@@ -88,7 +88,7 @@ class AnycostStrategy(Strategy):
         self._state, record = rounds.close_round(experiment, self._state, self._plan, replied)
         if rounds.is_evaluated(self.config.run, number):
             self._state = rounds.calibrate(experiment, self._state)
-            record = rounds.with_score(record, experiment.evaluate(self._state.weights))
+            record = rounds.with_score(record, experiment.evaluate(rounds.deployed(self._state)))
         self.records.append(record)
         return self.initial_arrays(), _metrics(record, self.config.metric.name)
 

@@ -18,7 +18,7 @@ from anycostfl.codec import Shapes, Upload
 from anycostfl.errors import UnknownNameError
 from anycostfl.planning.cost import Devices, Workload
 from anycostfl.planning.strategy import Limits, Strategies
-from anycostfl.registry import load_file, modules_in, own_folders, unknown
+from anycostfl.registry import load_file, module_name, modules_in, own_folders, unknown
 from anycostfl.state import State, Update
 
 __path__ = [*__path__, *own_folders("methods")]
@@ -40,7 +40,15 @@ class Method:
     codec, feedback, momentum: what updates are coded with, if the method has no coding of its own,
         whether error feedback is part of it, and the server's momentum; the configuration may ask
         otherwise.
+    server, step, average: the server's optimizer (`server.aggregate`, `server.adaptive`), its step,
+        and how much of the averaged model stays when a round is added to it.
     takes_upload_ratio: whether αβ can be set by `[upload_ratio]`; not where its plan decides.
+    rolls_channels: whether channels move on by one every round, instead of being sorted.
+    proximal: what pulls local weights back to the global ones.
+    levels: nested widths that local steps alternate between.
+    rescale: weights, local steps and local momentum of those who take part → a factor for each
+        update.
+    strict: the same method as its users would run it where every budget has to be kept.
     """
 
     summary: str
@@ -54,8 +62,16 @@ class Method:
     codec: str = "kernel"
     feedback: bool = False
     momentum: float = 0.0
+    server: str = "sgd"
+    step: float = 1.0
+    average: float = 0.0
     takes_upload_ratio: bool = True
+    rolls_channels: bool = False
+    proximal: float = 0.0
+    levels: tuple[float, ...] = ()
     prepare: Callable[[nn.Module, nn.Module], None] | None = None
+    rescale: Callable[[FloatArray, FloatArray, float], FloatArray] | None = None
+    strict: Method | None = None
 
 
 def elements(shapes: Shapes) -> int:
@@ -65,7 +81,7 @@ def elements(shapes: Shapes) -> int:
 
 def names() -> list[str]:
     """Every method that can be loaded by name."""
-    return [name.replace("_plus", "+") for name in modules_in(__path__)]
+    return [name.replace("_plus", "+") for name in modules_in("methods", __path__)]
 
 
 def variants(name: str) -> list[str]:
@@ -98,4 +114,4 @@ def _module(name: str) -> ModuleType:
 
 
 def _module_name(name: str) -> str:
-    return name.partition("/")[0].replace("+", "_plus")
+    return module_name(name.partition("/")[0])

@@ -10,8 +10,17 @@ from collections.abc import Callable
 import numpy as np
 
 from anycostfl.checks import FloatArray
-from anycostfl.codec import Shapes, Upload, byte_budget, decompress, dense_update, flatten
+from anycostfl.codec import (
+    Shapes,
+    Upload,
+    byte_budget,
+    decompress,
+    dense_update,
+    encode,
+    flatten,
+)
 from anycostfl.codec.arrays import Floats
+from anycostfl.codec.dense import MAGIC as DENSE_MAGIC
 from anycostfl.codec.dense import pack_dense, unpack_dense
 from anycostfl.codec.frame import PayloadBinding, payload_binding
 from anycostfl.codec.sparse import (
@@ -24,6 +33,7 @@ from anycostfl.codec.sparse import (
     unpack_sparse,
 )
 from anycostfl.methods import elements
+from anycostfl.planning.afford import affordable_cycles, affordable_upload, strategies_of
 from anycostfl.planning.cost import Devices, Workload
 from anycostfl.planning.planner import fixed_strategies
 from anycostfl.planning.strategy import Limits, Strategies
@@ -44,9 +54,52 @@ def full_width_at(default: float) -> Planner:
     return plan
 
 
-def average(values: FloatArray) -> float:
-    """The mean; one, where there is nobody."""
-    return float(values.mean()) if values.size else 1.0
+CODED = 0.01
+"""αβ of methods that are coded by ours where every budget has to be kept."""
+
+
+def partial_work_at(default: float) -> Planner:
+    """Full models within every budget: an affordable rate, and as many local steps as are left."""
+
+    def plan(devices: Devices, workload: Workload, limits: Limits) -> Strategies:
+        wanted = limits.upload_ratio or default
+        upload = affordable_upload(devices, workload, limits, wanted)
+        return strategies_of(devices, workload, limits, alpha=np.ones(len(devices)), upload=upload)
+
+    return plan
+
+
+def affordable_widths_at(default: float) -> Planner:
+    """The widest sub-models within every budget; below the least width, less work."""
+
+    def plan(devices: Devices, workload: Workload, limits: Limits) -> Strategies:
+        wanted = limits.upload_ratio or default
+        upload = affordable_upload(devices, workload, limits, wanted)
+        widest = affordable_cycles(devices, workload, upload) - devices.overhead
+        alpha = np.clip(widest, limits.alpha_min, 1.0)
+        upload = np.minimum(upload, alpha)
+        return strategies_of(devices, workload, limits, alpha=alpha, upload=upload)
+
+    return plan
+
+
+def encode_at_rate(update: State, upload: Upload) -> bytes:
+    """32 bits for every element, or a codec's payload where fewer were asked for."""
+    return encode_dense(update, upload) if upload.beta == 1 else encode(update, upload)
+
+
+def decode_at_rate(payload: bytes, shapes: Shapes, upload: Upload) -> Update:
+    """The inverse; what was not sent counts as zero."""
+    if payload.startswith(DENSE_MAGIC):
+        return decode_dense(payload, shapes, upload)
+    return decode_unmasked(payload, shapes, upload)
+
+
+def average(values: FloatArray, claims: str | None = None) -> float:
+    """The mean, or the median of what devices claim; one, where there is nobody."""
+    if not values.size:
+        return 1.0
+    return float(np.median(values) if claims == "median" else values.mean())
 
 
 def weigh_by_samples(alpha: FloatArray, beta: FloatArray, samples: FloatArray) -> FloatArray:

@@ -18,6 +18,8 @@ q = ERROR / (2^b − 1)². At 0.67 to 1.9 bits the ERROR of one update of a CNN 
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 
 from anycostfl.checks import FloatArray
@@ -26,6 +28,7 @@ from anycostfl.codec.arrays import Floats
 from anycostfl.codec.sparse import Sparse, chances, draw, fill, pack_sparse
 from anycostfl.methods import Method
 from anycostfl.methods._common import average, binding_of, decode_levels
+from anycostfl.planning.afford import affordable_upload, strategies_of
 from anycostfl.planning.cost import Devices, Workload
 from anycostfl.planning.planner import fixed_strategies
 from anycostfl.planning.strategy import Limits, Strategies
@@ -38,10 +41,20 @@ ERROR = 0.55  # between a CNN's and a ResNet-18's
 
 
 def plan(devices: Devices, workload: Workload, limits: Limits) -> Strategies:
-    """Full width; the mean rate shared out in proportion to the channels."""
+    """Full width; the mean rate shared out in proportion to the channels.
+
+    Where claims are not trusted, in proportion to the median channel: none gets more than all.
+    """
     mean = limits.upload_ratio or RATE
-    beta = np.minimum(1.0, mean * devices.rate_bps / average(devices.rate_bps))
+    beta = np.minimum(1.0, mean * devices.rate_bps / average(devices.rate_bps, limits.claims))
     return fixed_strategies(devices, workload, alpha=np.ones(len(devices)), beta=beta)
+
+
+def plan_strictly(devices: Devices, workload: Workload, limits: Limits) -> Strategies:
+    """The same rates as far as half of each budget pays for them, and as much work as is left."""
+    wanted = plan(devices, workload, limits).beta
+    upload = np.minimum(wanted, affordable_upload(devices, workload, limits, 1.0))
+    return strategies_of(devices, workload, limits, alpha=np.ones(len(devices)), upload=upload)
 
 
 def encode(update: State, upload: Upload) -> bytes:
@@ -90,3 +103,4 @@ METHOD = Method(
     sorts_channels=False,
     by_samples=True,
 )
+METHOD = replace(METHOD, strict=replace(METHOD, plan=plan_strictly))

@@ -27,6 +27,8 @@ from torch import Tensor, nn
 from anycostfl.codec import encode
 from anycostfl.methods import Method
 from anycostfl.methods._common import (
+    CODED,
+    affordable_widths_at,
     average,
     decode_unmasked,
     weigh_by_samples,
@@ -42,10 +44,11 @@ RATE = 1 / 41  # αβ on average, recovered from the paper's table
 def plan(devices: Devices, workload: Workload, limits: Limits) -> Strategies:
     """α from ε·(αC)³ / t² = mean energy budget, t being what an average upload leaves."""
     rate = limits.upload_ratio or RATE
-    upload = rate * workload.size_bits / average(devices.rate_bps)
+    upload = rate * workload.size_bits / average(devices.rate_bps, limits.claims)
     left = np.maximum(devices.latency_s - upload, 0.1 * devices.latency_s)
     cycles = cost.compute_cycles(devices, workload)
-    widest = np.cbrt(average(devices.energy_j) * left**2 / devices.energy_coefficient) / cycles
+    budget = average(devices.energy_j, limits.claims)
+    widest = np.cbrt(budget * left**2 / devices.energy_coefficient) / cycles
     alpha = np.clip(widest - devices.overhead, limits.alpha_min, 1.0)
     beta = np.minimum(1.0, rate / average(alpha)) * np.ones(len(devices))
     frequency = cost.sub_model_cycles(devices, workload, alpha) / left
@@ -76,7 +79,14 @@ METHOD = Method(
     sorts_channels=False,
     prepare=prepare,
 )
+STRICT = replace(METHOD, plan=affordable_widths_at(CODED), codec="lowrank", feedback=True)
+METHOD = replace(METHOD, strict=STRICT)
 
 VARIANTS = {
-    "without-scaler": replace(METHOD, summary="HeteroFL without its Scaler", prepare=None),
+    "without-scaler": replace(
+        METHOD,
+        summary="HeteroFL without its Scaler",
+        prepare=None,
+        strict=replace(STRICT, prepare=None),
+    ),
 }

@@ -14,6 +14,7 @@ rate leaves as much of a CNN's update as a norm for every tensor, or for every 5
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from functools import partial
 
 import numpy as np
@@ -26,6 +27,7 @@ from anycostfl.methods._common import (
     decode_levels,
     encode_largest,
     full_width_at,
+    partial_work_at,
     weigh_by_samples,
 )
 from anycostfl.state import State
@@ -60,3 +62,4 @@ METHOD = Method(
     sorts_channels=False,
     by_samples=True,
 )
+METHOD = replace(METHOD, strict=replace(METHOD, plan=partial_work_at(RATE)))

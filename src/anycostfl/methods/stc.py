@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 from itertools import accumulate
 
 import numpy as np
@@ -23,7 +24,7 @@ from anycostfl.codec.arrays import Floats
 from anycostfl.codec.frame import payload_binding
 from anycostfl.codec.sparse import Layout, Ranked, Sparse, fill, pack_sparse, spread, unpack_sparse
 from anycostfl.methods import Method, elements
-from anycostfl.methods._common import binding_of, full_width_at, weigh_by_samples
+from anycostfl.methods._common import binding_of, full_width_at, partial_work_at, weigh_by_samples
 from anycostfl.state import State, Update
 
 RATE = 1 / 43  # of S, recovered from the paper's table
@@ -85,3 +86,4 @@ METHOD = Method(
     sorts_channels=False,
     feedback=True,
 )
+METHOD = replace(METHOD, strict=replace(METHOD, plan=partial_work_at(RATE)))

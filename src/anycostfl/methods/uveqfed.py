@@ -13,6 +13,7 @@ The seed is that of the upload, which the server issued.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
 
 import numpy as np
@@ -30,7 +31,12 @@ from anycostfl.codec.sparse import (
     zigzag,
 )
 from anycostfl.methods import Method, elements
-from anycostfl.methods._common import encode_largest, full_width_at, weigh_by_samples
+from anycostfl.methods._common import (
+    encode_largest,
+    full_width_at,
+    partial_work_at,
+    weigh_by_samples,
+)
 from anycostfl.state import State, Update
 
 RATE = 1 / 34  # of S, recovered from the paper's table
@@ -126,3 +132,4 @@ METHOD = Method(
     sorts_channels=False,
     by_samples=True,
 )
+METHOD = replace(METHOD, strict=replace(METHOD, plan=partial_work_at(RATE)))

@@ -24,7 +24,7 @@ class ModelSpec:
 
 def names() -> list[str]:
     """Every architecture that can be loaded by name."""
-    return modules_in(__path__)
+    return modules_in("models", __path__)
 
 
 def load(name: str) -> ModelSpec:

@@ -12,12 +12,13 @@ from anycostfl.models import ModelSpec
 class Cnn(nn.Module):
     """Two 5×5 convolutions with pooling, then two fully connected layers."""
 
-    def __init__(self, classes: int = 10) -> None:
+    def __init__(self, classes: int = 10, *, width: float = 1.0) -> None:
         super().__init__()
-        self.conv1 = nn.Conv2d(1, 32, 5, padding=2)
-        self.conv2 = nn.Conv2d(32, 64, 5, padding=2)
-        self.fc1 = nn.Linear(64 * 7 * 7, 512)
-        self.fc2 = nn.Linear(512, classes)
+        first, second, hidden = (int(width * channels) for channels in (32, 64, 512))
+        self.conv1 = nn.Conv2d(1, first, 5, padding=2)
+        self.conv2 = nn.Conv2d(first, second, 5, padding=2)
+        self.fc1 = nn.Linear(second * 7 * 7, hidden)
+        self.fc2 = nn.Linear(hidden, classes)
 
     def forward(self, x: Tensor) -> Tensor:
         """Map images (batch, 1, 28, 28) to logits (batch, classes)."""

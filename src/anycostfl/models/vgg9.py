@@ -26,13 +26,14 @@ def _convolution(inputs: int, outputs: int) -> nn.Conv2d:
 class Vgg9(nn.Module):
     """Three pairs of 3×3 convolutions, each pair followed by pooling, then three linear layers."""
 
-    def __init__(self, classes: int = 10) -> None:
+    def __init__(self, classes: int = 10, *, width: float = 1.0) -> None:
         super().__init__()
-        widths = [3, 32, 64, 128, 128, 256, 256]
+        widths = [3, *(int(width * channels) for channels in (32, 64, 128, 128, 256, 256))]
+        hidden = int(width * 512)
         self.convs = nn.ModuleList(_convolution(i, o) for i, o in pairwise(widths))
-        self.fc1 = nn.Linear(256 * 4 * 4, 512)
-        self.fc2 = nn.Linear(512, 512)
-        self.fc3 = nn.Linear(512, classes)
+        self.fc1 = nn.Linear(widths[-1] * 4 * 4, hidden)
+        self.fc2 = nn.Linear(hidden, hidden)
+        self.fc3 = nn.Linear(hidden, classes)
 
     def forward(self, x: Tensor) -> Tensor:
         """Map images (batch, 3, 32, 32) to logits (batch, classes)."""

@@ -1,11 +1,12 @@
 """What a strategy costs a device (Sec. IV-A, eqs. 6–9), and what it is worth (Sec. IV-C).
 
-    T^cmp = C·(α + o) / f    E^cmp = ε·f²·C·(α + o)    with C = τ·|D|·W cycles
+    T^cmp = C·(α + o)·ω / f    E^cmp = ε·f²·C·(α + o)·ω    with C = τ·|D|·W cycles
     r = b·log2(1 + h·P / (N0·b))
     T^com = α·β·S / r        E^com = T^com·P
     gain = α⁴·β, or α⁴·q(β) with q(β) = (1 − √e(β))² for a codec of measured relative error e(β)
 
 Deviation: W is in cycles, so a workload carries FLOPs per sample and a device its FLOPs per cycle.
+ω is the share of the local steps that are done, 1 in the paper.
 On a measured device some work does not shrink with the width: its overhead o, 0 in the paper.
 The path loss h is the macro-cell model 128.1 + 37.6·log10(d in km) dB of 3GPP TR 36.814, whose
 exponent is the paper's 3.76; the paper leaves the constant out.
@@ -113,9 +114,14 @@ def compute_cycles(devices: Devices, workload: Workload) -> FloatArray:
     return cycles
 
 
-def sub_model_cycles(devices: Devices, workload: Workload, alpha: FloatArray | float) -> FloatArray:
-    """C·(α + o): cycles of one round on a sub-model of width factor α."""
-    return compute_cycles(devices, workload) * (alpha + devices.overhead)
+def sub_model_cycles(
+    devices: Devices,
+    workload: Workload,
+    alpha: FloatArray | float,
+    work: FloatArray | float = 1.0,
+) -> FloatArray:
+    """C·(α + o)·ω: cycles of one round on a sub-model of width factor α, for ω of the work."""
+    return compute_cycles(devices, workload) * (alpha + devices.overhead) * work
 
 
 def compute_time_s(cycles: FloatArray, frequency_hz: FloatArray) -> FloatArray:
@@ -178,9 +184,11 @@ def round_cost(
     alpha: FloatArray,
     beta: FloatArray,
     frequency_hz: FloatArray,
+    *,
+    work: FloatArray | float = 1.0,
 ) -> tuple[FloatArray, FloatArray]:
     """Latency in seconds and energy in joules of one round: computing, then uploading."""
-    cycles = sub_model_cycles(devices, workload, alpha)
+    cycles = sub_model_cycles(devices, workload, alpha, work)
     upload = upload_time_s(alpha, beta, workload.size_bits, devices.rate_bps)
     latency = compute_time_s(cycles, frequency_hz) + upload
     energy = compute_energy_j(cycles, frequency_hz, devices.energy_coefficient)

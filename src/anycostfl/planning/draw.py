@@ -36,6 +36,7 @@ from anycostfl.planning.cost import Devices, make_devices, repeat_devices
 ALIKE = ("flops_per_cycle", "frequency_min_hz", "frequency_max_hz", "power_w")  # where ε is drawn
 HARDWARE = (*ALIKE, "overhead", "energy_coefficient")  # what never changes of a device
 CLASSES = 10  # of the data that sample counts are drawn for
+SHARE = Interval(0.0, 1.0, open_low=True)
 NEAREST_M = 1.0  # nobody stands inside the antenna; path loss has no meaning at distance 0
 
 
@@ -69,12 +70,28 @@ class Profile:
 
 
 @dataclass(frozen=True, slots=True)
+class Group:
+    """Devices of one kind in a simulated fleet; what is unset is as in the rest of it."""
+
+    count: Count
+    profile: str = ""
+    latency_s: Annotated[float | None, POSITIVE] = None
+    energy_min_j: Annotated[float | None, POSITIVE] = None
+    energy_max_j: Annotated[float | None, POSITIVE] = None
+    available_share: Annotated[float | None, SHARE] = None
+
+    def __post_init__(self) -> None:
+        check_fields(self)
+
+
+@dataclass(frozen=True, slots=True)
 class FleetSpec:
     """A simulated fleet (paper V-A); ranges are uniform, positions fill a disk.
 
-    The last five fields make fleets of other kinds: unequal sample counts, as a Dirichlet split of
+    The optional fields make fleets of other kinds: unequal sample counts, as a Dirichlet split of
     every class over the fleet leaves them; real device profiles in turn instead of drawn hardware;
-    a spread around the same mean ε; distances around a mean instead of the disk.
+    a spread around the same mean ε; distances around a mean instead of the disk; groups of devices
+    in the order of their numbers; devices that are there for a share of every day.
     """
 
     devices: Count
@@ -101,18 +118,33 @@ class FleetSpec:
     distance_mean_m: Annotated[float | None, POSITIVE] = None
     distance_std_m: Annotated[float, Interval(0.0)] = 0.0
     budgets_per_sample: bool = False  # those above are for `samples`; who holds more has more
+    group: tuple[Group, ...] = ()
+    day_rounds: Annotated[int, Interval(0.0, whole=True)] = 0  # 0: every device is always there
+    available_share: Annotated[float, SHARE] = 1.0  # of a day that a device is there
 
     def __post_init__(self) -> None:
         check_fields(self)
 
+    @property
+    def profile_names(self) -> tuple[str, ...]:
+        """Every device profile that the fleet is made of."""
+        return (*self.profiles, *(group.profile for group in self.group if group.profile))
+
+    def of_group(self, name: str) -> FloatArray:
+        """A quantity of every device: as its group has it, or else as the fleet."""
+        of_all = float(getattr(self, name))
+        found = [getattr(g, name) for g in self.group for _ in range(g.count)]
+        return np.array([of_all if x is None else x for x in found or [None] * self.devices])
+
     @staticmethod
     def cross_check(values: Mapping[str, Any]) -> list[str]:
-        """A spread around a mean stays above zero."""
+        """A spread around a mean stays above zero; groups are the whole fleet."""
         low, high = values.get("energy_coefficient_min"), values.get("energy_coefficient_max")
         mean = (low + high) / 2 if low and high else None
         distance = values.get("distance_mean_m")
         ignored = values.get("profiles") and values.get("energy_coefficient_std") is not None
         return [
+            *_group_problems(values),
             "energy_coefficient_std: given beside profiles, which have their own ε; allowed "
             "one of them"
             if ignored
@@ -120,6 +152,25 @@ class FleetSpec:
             _too_spread("energy_coefficient_std", values.get("energy_coefficient_std"), mean),
             _too_spread("distance_std_m", values.get("distance_std_m"), distance),
         ]
+
+
+def _group_problems(values: Mapping[str, Any]) -> list[str]:
+    """What is wrong with the groups, of a fleet of which some values may be missing."""
+    groups: tuple[Group, ...] = values.get("group") or ()
+    if not groups:
+        return []
+    count, devices = sum(group.count for group in groups), values.get("devices")
+    problems = [
+        f"group {i}: energy_min_j = {low:g} is above energy_max_j = {high:g}"
+        for i, group in enumerate(groups)
+        if (low := group.energy_min_j or values.get("energy_min_j") or 0.0)
+        > (high := group.energy_max_j or values.get("energy_max_j") or math.inf)
+    ]
+    if devices is not None and count != devices:
+        problems.append(f"group: given {count} devices in all, must be fleet.devices ({devices})")
+    if values.get("profiles"):
+        problems.append("profiles: given beside group, whose members have a profile each")
+    return problems
 
 
 def _too_spread(name: str, std: float | None, mean: float | None) -> str:
@@ -140,6 +191,7 @@ class Purpose(enum.IntEnum):
     BUDGET = 3
     COHORT = 4
     SAMPLES = 5
+    PRESENCE = 6
 
 
 @dataclass(frozen=True, slots=True)
@@ -176,10 +228,16 @@ def draw_cohort(
 
 
 def choose(
-    spec: FleetSpec, ready: Container[int], *, seed: int, round_index: int
+    spec: FleetSpec,
+    ready: Container[int],
+    *,
+    seed: int,
+    round_index: int,
+    last: Container[int] = (),
 ) -> npt.NDArray[np.intp]:
-    """Who is in the cohort of a round, drawn among those who are ready."""
+    """Who is in the cohort of a round, drawn among those who are ready; some only if need be."""
     order = generator(seed, round_index, Purpose.COHORT).permutation(spec.devices).tolist()
+    order.sort(key=lambda device: device in last)  # stable: otherwise as drawn
     chosen = [device for device in order if device in ready][: spec.cohort]
     return np.sort(np.array(chosen, np.intp))
 
@@ -200,12 +258,13 @@ def draw_fleet(
     counts = draw_samples(spec, seed=seed) if samples is None else np.asarray(samples)
     share = counts / spec.samples if spec.budgets_per_sample else 1.0
     budget = generator(seed, round_index, Purpose.BUDGET)
-    energy_j = _uniform(budget, (spec.energy_min_j, spec.energy_max_j), spec.devices)
+    least_j, most_j = spec.of_group("energy_min_j"), spec.of_group("energy_max_j")
+    energy_j = least_j + (most_j - least_j) * budget.random(spec.devices)
     devices = repeat_devices(
         **hardware,
         samples=counts,
         rate_bps=np.where(np.isnan(measured), channel, measured),
-        latency_s=spec.latency_s * share,
+        latency_s=spec.of_group("latency_s") * share,
         energy_j=energy_j * share,
     )
     return Cohort(np.arange(spec.devices), distance, devices)
@@ -227,10 +286,18 @@ def draw_hardware(
 ) -> dict[str, FloatArray]:
     """What never changes: clock range, FLOPs per cycle, ε and radio power of every device.
 
-    With `spec.profiles` the fleet consists of those real devices in turn; else ε is drawn.
+    With `spec.profiles` the fleet consists of those real devices in turn; else ε is drawn, but for
+    devices of a group with a profile.
     """
-    if kinds := [hardware_of(kind) for kind in _kinds(spec, profiles)]:
-        return {name: np.array([kind[name] for kind in kinds]) for name in HARDWARE}
+    hardware, kinds = _drawn_hardware(spec, seed), _kinds(spec, profiles)
+    real = {i: hardware_of(kind) for i, kind in enumerate(kinds) if kind}
+    for name in HARDWARE if real else ():
+        hardware[name][[*real]] = [kind[name] for kind in real.values()]
+    return hardware
+
+
+def _drawn_hardware(spec: FleetSpec, seed: int) -> dict[str, FloatArray]:
+    """Alike for every device but for ε."""
     low, high = spec.energy_coefficient_min, spec.energy_coefficient_max
     if spec.energy_coefficient_std is not None:
         low, high = _around((low + high) / 2, spec.energy_coefficient_std)
@@ -247,15 +314,36 @@ def hardware_of(profile: Profile) -> dict[str, float]:
 def measured_rate_bps(spec: FleetSpec, profiles: Mapping[str, Profile]) -> FloatArray:
     """The uplink of every device whose profile holds one; NaN elsewhere."""
     kinds = _kinds(spec, profiles)
-    if not kinds:
-        return np.full(spec.devices, np.nan)
-    return np.array([np.nan if kind.rate_bps is None else kind.rate_bps for kind in kinds])
+    rates = [None if kind is None else kind.rate_bps for kind in kinds]
+    return np.array([np.nan if rate is None else rate for rate in rates])
 
 
-def _kinds(spec: FleetSpec, profiles: Mapping[str, Profile]) -> list[Profile]:
-    """The profile of every device, in turn; none if hardware is drawn."""
-    names = spec.profiles
-    return [_known(names[i % len(names)], profiles) for i in range(spec.devices)] if names else []
+def _kinds(spec: FleetSpec, profiles: Mapping[str, Profile]) -> list[Profile | None]:
+    """The profile of every device: its group's, or those of the fleet in turn; None if drawn."""
+    names = [group.profile for group in spec.group for _ in range(group.count)]
+    names = names or list(spec.profiles) or [""]
+    known = {name: _known(name, profiles) if name else None for name in names}
+    return [known[names[i % len(names)]] for i in range(spec.devices)]
+
+
+def reject_simulated_only(spec: FleetSpec) -> None:
+    """Refuse what only a simulated fleet has; elsewhere devices say what they can spend."""
+    only = {"fleet.group": spec.group, "fleet.day_rounds": spec.day_rounds}
+    if problems := [f"{name}: only for fleets simulated here" for name, v in only.items() if v]:
+        raise ConfigError(problems)
+
+
+def present(spec: FleetSpec, *, seed: int, round_index: int) -> set[int]:
+    """Who is there in a round: each device for its share of a day, from an hour of its own on.
+
+    A round in which nobody would be there has the device that comes next.
+    """
+    if not spec.day_rounds:
+        return set(range(spec.devices))
+    begins = generator(seed, 0, Purpose.PRESENCE).random(spec.devices)
+    since = (round_index / spec.day_rounds - begins) % 1.0  # days since each device last came
+    there = np.flatnonzero(since < spec.of_group("available_share"))
+    return set(there.tolist()) or {int(np.argmax(since))}
 
 
 def draw_samples(spec: FleetSpec, *, seed: int) -> FloatArray:

@@ -112,6 +112,8 @@ def needed_budgets(strategies: Strategies, devices: Devices, i: int) -> str:
     """
     if strategies.reason[i] == Reason.MEMORY:
         return f"{math.ceil(float(strategies.least_memory_bytes[i]) / 1e6)} MB of memory"
+    if devices.energy_j[i] >= cost.UNLIMITED:
+        return f"{_up(strategies.least_latency_s[i])} s"
     joules = max(float(devices.energy_j[i]), float(strategies.energy_floor_j[i]))
     seconds = max(float(devices.latency_s[i]), float(strategies.latency_floor_s[i]))
     slower = f"{_up(strategies.least_latency_s[i])} s with {_up(joules)} J"
@@ -134,28 +136,33 @@ def fixed_strategies(
     beta: FloatArray,
     frequency_hz: FloatArray | None = None,
     limits: Limits | None = None,
+    work: FloatArray | None = None,
+    feasible: npt.NDArray[np.bool_] | None = None,
 ) -> Strategies:
     """Given α and β, the slowest clock that meets the latency budget, unless one is given.
 
-    For methods that know no budgets: nobody sits out, energy is what it costs, and a device too
-    slow for the latency budget (or whose upload alone breaks it) is late. The limits say which
-    codec the upload is worth something with, and what α and β are close to; without them there are
-    no caps.
+    For methods that know no budgets: nobody sits out unless `feasible` says so, energy is what it
+    costs, and a device too slow for the latency budget (or whose upload alone breaks it) is late.
+    The limits say which codec the upload is worth something with, and what α and β are close to;
+    without them there are no caps.
     """
-    cycles = cost.sub_model_cycles(devices, workload, alpha)
+    work = np.ones(len(devices)) if work is None else work
+    cycles = cost.sub_model_cycles(devices, workload, alpha, work)
     upload = cost.upload_time_s(alpha, beta, workload.size_bits, devices.rate_bps)
     left = np.where(upload < devices.latency_s, devices.latency_s - upload, devices.latency_s)
     wanted = cycles / left if frequency_hz is None else frequency_hz
     frequency = _clip_frequency(_pose(devices, workload), wanted)
-    everyone, limits = np.ones(len(devices), np.bool_), limits or UNCAPPED
+    able = np.ones(len(devices), np.bool_) if feasible is None else feasible
+    limits = limits or UNCAPPED
     return _describe(
         devices,
         workload,
         limits,
         (alpha, beta, frequency),
         _least_budgets(devices, workload, limits),
-        shown=everyone,
-        feasible=everyone,
+        shown=able,
+        feasible=able,
+        work=work,
     )
 
 
@@ -453,11 +460,13 @@ def _describe(
     *,
     shown: npt.NDArray[np.bool_],
     feasible: npt.NDArray[np.bool_],
+    work: FloatArray | None = None,
 ) -> Strategies:
     """What the chosen (α, β, f) cost and gain, and what binds; zeros where not shown."""
-    alpha, beta, frequency = (np.where(shown, part, 0.0) for part in chosen)
+    done = np.ones(len(devices)) if work is None else work
+    alpha, beta, frequency, done = (np.where(shown, part, 0.0) for part in (*chosen, done))
     safe = np.where(shown, frequency, devices.frequency_max_hz)
-    spent = cost.round_cost(devices, workload, alpha, beta, safe)
+    spent = cost.round_cost(devices, workload, alpha, beta, safe, work=done)
     latency, energy = (np.where(shown, part, 0.0) for part in spent)
     worth = quality(limits.codec, beta)
     return Strategies(
@@ -473,6 +482,7 @@ def _describe(
         feasible=feasible,
         reason=np.where(feasible, 0, _reasons(devices, workload, limits)).astype(np.uint8),
         binds=_binding(devices, limits, (alpha, beta, frequency), (latency, energy), feasible),
+        work=done,
         **least,
     )
 

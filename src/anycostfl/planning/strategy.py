@@ -9,20 +9,23 @@ from typing import Annotated
 import numpy as np
 import numpy.typing as npt
 
-from anycostfl.checks import AtMost, FloatArray, Interval, check_fields
+from anycostfl.checks import AtMost, FloatArray, Interval, OneOf, check_fields
 
 
 @dataclass(frozen=True, slots=True)
 class Caps:
     """The caps on α and β of (P1); those on f belong to each device.
 
-    `upload_ratio` is for methods that plan no β: αβ, what a device uploads relative to S.
+    `upload_ratio` is for methods that plan no β: αβ, what a device uploads relative to S. `claims`
+    is for methods that plan from what the whole cohort says: its mean, or its median, which no
+    single device moves far; unset, the mean in simulation and the median for real devices.
     """
 
     alpha_min: Annotated[float, Interval(0.0, 1.0, open_low=True)] = 0.25
     beta_min: Annotated[float, Interval(0.0, 1.0), AtMost("beta_max")] = 0.0
     beta_max: Annotated[float, Interval(0.0, 1.0, open_low=True)] = 1 / 15
     upload_ratio: Annotated[float | None, Interval(0.0, 1.0, open_low=True)] = None
+    claims: Annotated[str | None, OneOf(("mean", "median"))] = None
 
     def __post_init__(self) -> None:
         check_fields(self)
@@ -84,6 +87,7 @@ class Strategy:
     gain: float
     latency_s: float
     energy_j: float
+    work: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,6 +129,8 @@ class Offer:
 class Strategies:
     """One strategy per device, as arrays; a device that sits out has zeros everywhere.
 
+    `work` is a factor on the local steps: 1 is the configured epochs, 0.5 half of them.
+
     `quality` is what β is worth with the codec: β itself for the paper's, so that the gain is
     α⁴·quality.
 
@@ -152,6 +158,7 @@ class Strategies:
     latency_floor_s: FloatArray
     energy_floor_j: FloatArray
     least_memory_bytes: FloatArray
+    work: FloatArray
 
     def __len__(self) -> int:
         return len(self.alpha)

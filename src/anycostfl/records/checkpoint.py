@@ -1,6 +1,7 @@
 """Checkpoints: named tensors of several kinds in one safetensors file, with a checksum.
 
-The kinds are `model`, `velocity`, `public`, `moved` and `memory/DEVICE`. A checkpoint is written
+The kinds are `model`, `velocity`, `second`, `average`, `public`, `moved`, `fitted` and
+`memory/DEVICE`. A checkpoint is written
 beside its place and renamed into it, so that it is there whole or not at all.
 """
 
@@ -19,7 +20,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from anycostfl.files import sync
+from anycostfl.files import memory_bytes, sync
 from anycostfl.state import State
 
 KEPT_CHECKPOINTS = 2
@@ -56,6 +57,8 @@ def write_checkpoint(folder: Path, point: Checkpoint) -> None:
     path = folder / f"checkpoint-{point.rounds}.safetensors"
     part = path.with_suffix(".part")
     try:
+        part.unlink(missing_ok=True)
+        part.touch(exist_ok=False)  # never through a link left there
         save_file(tensors, part, {"checkpoint": json.dumps(about)})
         sync(part)
         os.replace(part, path)
@@ -69,7 +72,8 @@ def write_checkpoint(folder: Path, point: Checkpoint) -> None:
 
 def checkpoints(folder: Path) -> list[Path]:
     """All checkpoints of a run, newest first."""
-    found = (path for path in folder.glob("checkpoint-*.safetensors") if path.is_file())
+    every = folder.glob("checkpoint-*.safetensors")
+    found = (path for path in every if path.is_file() and not path.is_symlink())
     return sorted((path for path in found if rounds_in(path) >= 0), key=rounds_in, reverse=True)
 
 
@@ -81,6 +85,8 @@ def rounds_in(path: Path) -> int:
 
 def read_checkpoint(path: Path) -> Checkpoint:
     """The checkpoint in a file; one of `DAMAGE` if that is not what it holds."""
+    if path.stat().st_size > (most := memory_bytes() // 2):
+        raise ValueError(f"it has {path.stat().st_size} bytes, at most {most} fit into memory")
     with safe_open(path, "pt") as file:
         about = json.loads(file.metadata()["checkpoint"])
         tensors = {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118 - no mapping

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import zip_longest
 from typing import Any
 
 from anycostfl.files import StorageError
@@ -18,6 +19,7 @@ from anycostfl.records.round import DeviceRecord, Measured, RoundRecord, Status
 SCHEMA = 3
 LATEST = 1000  # a larger number is damage, not a newer version
 LARGEST = 1 << 62  # of a whole number
+LONGEST_LINE = 1 << 24  # bytes: a round of about 20,000 devices
 
 OLD_STATUSES = {"sat out": "infeasible", "benched": "suspended", "left out": "excluded"}
 """How version 1 named what is called otherwise since."""
@@ -34,12 +36,14 @@ class NewerSchemaError(StorageError):
 def format_record(record: RoundRecord) -> str:
     """A round as one line; ValueError if it could not be read back."""
     _check(record)
-    table = dataclasses.asdict(record)
+    table = {"schema": SCHEMA, **dataclasses.asdict(record)}
+    if not record.remark:  # nearly always
+        del table["remark"]
     for device in table["devices"]:
         for name, usual in ONLY_REAL.items():
             if device[name] == usual:
                 del device[name]
-    return json.dumps({"schema": SCHEMA, **table})
+    return json.dumps(table)
 
 
 def parse_record(line: bytes | str) -> RoundRecord:
@@ -60,6 +64,7 @@ def parse_record(line: bytes | str) -> RoundRecord:
         devices=tuple(read(device) for device in table["devices"]),
         step_bytes=table.get("step_bytes", 0),
         others=table.get("others", {}),
+        remark=table.get("remark", ""),
     )
     _check(record)
     return record
@@ -85,16 +90,19 @@ def _old_device(table: Mapping[str, Any]) -> DeviceRecord:
 
 
 def parse_journal(
-    copies: Sequence[Sequence[bytes]], remarks: list[str], names: tuple[str, str]
+    copies: Sequence[Iterable[bytes]], remarks: list[str], names: tuple[str, str]
 ) -> list[RoundRecord]:
-    """Rounds 0, 1, 2 … up to the end or the first line that is intact in no copy."""
+    """Rounds 0, 1, 2 … up to the end or the first line that is intact in no copy.
+
+    Nothing is read beyond that line: what follows may be of any length.
+    """
     records: list[RoundRecord] = []
     restored: list[int] = []
-    for number in range(max(map(len, copies))):
+    for number, lines in enumerate(zip_longest(*copies)):
         problems: list[Exception] = []
-        for lines in copies:
+        for line in lines:
             try:
-                records.append(_parse_line(lines, number))
+                records.append(_parse_line(line, number))
                 break
             except (NewerSchemaError, *UNREADABLE) as error:
                 problems.append(error)
@@ -111,10 +119,12 @@ def parse_journal(
     return records
 
 
-def _parse_line(lines: Sequence[bytes], number: int) -> RoundRecord:
-    if number >= len(lines):
+def _parse_line(line: bytes | None, number: int) -> RoundRecord:
+    if line is None:
         raise ValueError("it ends there")
-    record = parse_record(lines[number])
+    if len(line) > LONGEST_LINE:
+        raise ValueError(f"a line of more than {LONGEST_LINE} bytes")
+    record = parse_record(line)
     if record.round != number:
         raise ValueError(f"it holds round {record.round}")
     return record

@@ -78,6 +78,7 @@ class DeviceRecord:
     frequency_hz: float = 0.0
     gain: float = 0.0
     flops_ratio: float = 0.0
+    work: float = 1.0  # share of the configured epochs that was computed
     weight: float = 0.0
     bytes_up: int = 0
     bytes_down: int = 0
@@ -122,6 +123,7 @@ class RoundRecord:
     devices: tuple[DeviceRecord, ...]
     step_bytes: int = 0  # of the step to the next public model, if there is one (`downlink`)
     others: Mapping[str, float] = field(default_factory=dict)
+    remark: str = ""  # what happened to the model besides, such as going back to an earlier one
 
     @property
     def latency_s(self) -> float:
@@ -151,7 +153,7 @@ Records = Sequence[RoundRecord]
 class Totals:
     """What rounds cost together.
 
-    `passes` counts samples times the share of the full model's FLOPs that each took.
+    `passes` counts samples times the work and the share of the full model's FLOPs that each took.
     """
 
     rounds: int = 0
@@ -169,7 +171,7 @@ class Totals:
             energy_j=self.energy_j + record.energy_j,
             bytes_up=self.bytes_up + record.bytes_up,
             bytes_down=self.bytes_down + record.bytes_down,
-            passes=self.passes + sum(d.flops_ratio * d.samples for d in record.devices),
+            passes=self.passes + sum(d.flops_ratio * d.work * d.samples for d in record.devices),
         )
 
 
@@ -233,6 +235,7 @@ def summarise(
         "updates_excluded": kinds[Status.EXCLUDED],
         "devices_suspended": len({d.device for d in devices if d.status is Status.SUSPENDED}),
         "rounds_suspended": kinds[Status.SUSPENDED],
+        "rounds_remarked": sum(bool(record.remark) for record in records),
         "target": target,
         "rounds_to_target": rounds,
         "minutes_to_target": there and there.latency_s / 60,

@@ -38,6 +38,7 @@ from anycostfl.files import (
     append_line,
     atomic_write,
     exclusive_lock,
+    open_nofollow,
     read_file,
     sync,
     writing_to,
@@ -50,13 +51,14 @@ from anycostfl.records.checkpoint import (
     rounds_in,
     write_checkpoint,
 )
-from anycostfl.records.journal import format_record, parse_journal
+from anycostfl.records.journal import LONGEST_LINE, format_record, parse_journal
 from anycostfl.records.round import RoundRecord
 from anycostfl.registry import own_files
 
 CONFIG, ENVIRONMENT = "config.toml", "environment.json"
 JOURNAL, COPY, TIMING = "rounds.jsonl", "rounds.copy.jsonl", "timing.jsonl"
 WIDTHS, PAGE = "widths.json", "report.html"
+LONGEST_CONFIG = 1 << 20  # bytes of config.toml, and of environment.json
 ELSEWHERE = "Choose another --out"
 
 
@@ -82,7 +84,7 @@ class RunWriter:
     def exclusive(self) -> Iterator[None]:
         """Keep other processes away; one that resumed the run since it was opened has it now."""
         with exclusive_lock(self.folder):
-            if len(_lines(self.folder / JOURNAL, whole=True)) != self._rounds:
+            if _count_lines(self.folder / JOURNAL) != self._rounds:
                 raise InUseError(f"another process resumed {self.folder} meanwhile; try again")
             yield
 
@@ -107,8 +109,8 @@ class RunWriter:
         return cls(folder)
 
     def reconfigure(self, config: str) -> None:
-        """Replace the configuration: the same run, extended."""
-        with writing_to(self.folder):
+        """Replace the configuration: the same run, extended, unless another process has it now."""
+        with self.exclusive(), writing_to(self.folder):
             atomic_write(self.folder / CONFIG, config.encode())
 
     def append(self, record: RoundRecord, seconds: Mapping[str, object] | None = None) -> None:
@@ -147,9 +149,9 @@ def open_run(
         kept = saved.records[:rounds]
         lines = "".join(format_record(record) + "\n" for record in kept)
         with writing_to(folder):
-            if len(_lines(folder / JOURNAL, whole=True)) > len(saved.records):
-                atomic_write(folder / f"{JOURNAL}.damaged", read_file(folder / JOURNAL))
             atomic_write(folder / COPY, lines.encode())
+            if _count_lines(folder / JOURNAL) > len(saved.records):
+                (folder / JOURNAL).replace(folder / f"{JOURNAL}.damaged")
             atomic_write(folder / JOURNAL, lines.encode())
             for left in folder.glob("*.part"):
                 left.unlink()
@@ -179,7 +181,7 @@ def read_run(folder: Path) -> SavedRun:
 def read_config(folder: Path) -> str:
     """What was asked of a run, as TOML text."""
     try:
-        return _read(folder / CONFIG).decode()
+        return _read(folder / CONFIG, LONGEST_CONFIG).decode()
     except UnicodeDecodeError as error:
         raise StorageError(f"cannot read {folder / CONFIG}: {error}") from error
 
@@ -196,7 +198,12 @@ def read_journal(
     if not growing:
         copies.append(_lines(folder / COPY, whole=True))
     remarks: list[str] = []
-    return tuple(parse_journal(copies, remarks, (JOURNAL, COPY))), tuple(remarks)
+    try:
+        return tuple(parse_journal(copies, remarks, (JOURNAL, COPY))), tuple(remarks)
+    except StorageError:
+        raise
+    except OSError as error:
+        raise StorageError(f"cannot read the journal of {folder}: {error}") from error
 
 
 def _run_in(folder: Path) -> Path:
@@ -206,19 +213,37 @@ def _run_in(folder: Path) -> Path:
     return folder
 
 
-def _read(path: Path) -> bytes:
+def _read(path: Path, most: int) -> bytes:
     try:
-        return read_file(path)
+        content = read_file(path, most + 1)
+        if len(content) > most:
+            raise StorageError(f"{path} has more than {most} bytes, which no run writes")
+        return content
     except StorageError:
         raise
     except OSError as error:
         raise StorageError(f"cannot read {path}: {error}") from error
 
 
-def _lines(path: Path, *, whole: bool) -> list[bytes]:
-    """The lines of a file; without the last if it must be whole and has no end."""
-    content = _read(path) if path.exists() else b""
-    return (content[: content.rfind(b"\n") + 1] if whole else content).splitlines()
+def _lines(path: Path, *, whole: bool) -> Iterator[bytes]:
+    """The lines of a file one by one, each cut a byte beyond what a round may take.
+
+    Without the last if it must be whole and has no end.
+    """
+    if not path.exists():
+        return
+    with open(path, "rb", opener=open_nofollow) as file:
+        while line := file.readline(LONGEST_LINE + 1):
+            if line.endswith(b"\n") or not whole or len(line) > LONGEST_LINE:
+                yield line.removesuffix(b"\n")
+
+
+def _count_lines(path: Path) -> int:
+    """How many lines of a file have an end."""
+    if not path.exists():
+        return 0
+    with open(path, "rb", opener=open_nofollow) as file:
+        return sum(part.count(b"\n") for part in iter(lambda: file.read(1 << 20), b""))
 
 
 def environment(files: Mapping[str, str]) -> dict[str, object]:
@@ -239,7 +264,7 @@ def environment(files: Mapping[str, str]) -> dict[str, object]:
 def read_own_files(folder: Path) -> dict[str, str]:
     """The SHA-256 of the user's own files when a run began, as far as it is known."""
     try:
-        kept = json.loads(read_file(folder / ENVIRONMENT)).get("own_files", {})
+        kept = json.loads(read_file(folder / ENVIRONMENT, LONGEST_CONFIG)).get("own_files", {})
     except (OSError, ValueError, AttributeError):
         return {}
     return kept if isinstance(kept, dict) else {}

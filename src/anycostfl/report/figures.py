@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 from collections.abc import Mapping, Sequence
 from itertools import accumulate
 from pathlib import Path
@@ -10,6 +11,7 @@ from typing import Any
 import numpy as np
 
 from anycostfl.errors import ConfigError, MissingExtraError
+from anycostfl.files import atomic_write
 from anycostfl.metrics import MetricInfo
 from anycostfl.records.round import RoundRecord
 
@@ -25,10 +27,12 @@ def new_figure(panels: int, size: tuple[float, float], **options: Any) -> tuple[
 
 
 def save(figure: Any, path: Path) -> None:
-    """Write a figure; missing folders are created."""
+    """Write a figure; missing folders are created, and a link is replaced, not followed."""
+    drawn = io.BytesIO()
     try:
+        figure.savefig(drawn, dpi=110, format=path.suffix.removeprefix(".") or "png")
         path.parent.mkdir(parents=True, exist_ok=True)
-        figure.savefig(path, dpi=110)
+        atomic_write(path, drawn.getvalue())
     except (OSError, ValueError) as error:  # not writable, or not a format matplotlib knows
         raise ConfigError([f"figure: given {path}, but {error}"]) from error
 

@@ -33,7 +33,7 @@ BINDS = Binds(511).words()
 def gather(folder: Path, *, growing: bool = False) -> Document:
     """Everything the page shows of one run; `growing` while the run continues."""
     records, damage = read_journal(folder, growing=growing)
-    remarks = list(damage)
+    remarks = [*damage, *(f"round {r.round + 1}: {r.remark}" for r in records if r.remark)]
     config = _text(folder / CONFIG, remarks)
     settings = _settings(config, remarks)
     info = MetricInfo(**settings["metric"])

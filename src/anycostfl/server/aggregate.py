@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Annotated, NamedTuple
 
@@ -26,11 +26,13 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from anycostfl.checks import FloatArray, Interval, Positive, check_fields
+from anycostfl.checks import FloatArray, Interval, OneOf, Positive, check_fields
 from anycostfl.errors import ConfigError
 from anycostfl.shrink.widths import WidthPlan, add
 from anycostfl.state import State, Update
 
+LEAST_KNOWN = 5  # sizes of earlier rounds, for their median to bound a round's
+DRIFT = 2.0  # how far the median size of a round may be from that of earlier ones
 LEAST_RATIO = 1e-3  # no update counts as closer to the truth than 0.1 % of its norm
 
 
@@ -51,12 +53,19 @@ class Contribution:
 class ServerOptimizer:
     """How the global model follows what the devices agree on.
 
-    step: how far it goes.
-    momentum: how much of the last step of an element goes into its next one; unset, the method's.
+    kind: plain steps, or those of FedAdam and FedYogi (`server.adaptive`).
+    step: how far it goes, relative to the method's step.
+    momentum: how much of the last step of an element goes into its next one.
+    average: how much of the averaged model stays when a round's model is added to it; that model
+        is evaluated and exported. 0 is off.
+
+    Kind, momentum and average unset: as the method has them.
     """
 
     step: Positive = 1.0
     momentum: Annotated[float | None, Interval(0.0, 0.999)] = None
+    kind: Annotated[str | None, OneOf(("sgd", "adam", "yogi"))] = None
+    average: Annotated[float | None, Interval(0.0, 0.999)] = None
 
     def __post_init__(self) -> None:
         check_fields(self)
@@ -124,6 +133,12 @@ def apply_moves(
     return state, dict(velocity)
 
 
+def averaged(average: State, weights: State, names: Iterable[str], decay: float) -> State:
+    """The average of the models over rounds, A ← δA + (1 − δ)w; the first model is its start."""
+    start = average or weights
+    return {n: torch.lerp(weights[n].detach(), start[n], decay) for n in names}
+
+
 def _carry(velocity: Tensor, move: Move | None, momentum: float) -> Tensor:
     """What nobody sent neither moves nor fades: nothing new is known about it."""
     if move is None:
@@ -141,13 +156,21 @@ def size_of(update: Update) -> float:
     return math.sqrt(square / max(sum(v.numel() for v in update.values.values()), 1))
 
 
-def clip_bound(sizes: Iterable[float], clip: float) -> float:
+def clip_bound(sizes: Iterable[float], clip: float, earlier: Sequence[float] = ()) -> float:
     """The size beyond which an update of this round is scaled down; infinite if clip is 0.
 
     Of two middle sizes the smaller: half of the devices may inflate their updates and gain nothing.
+    Sizes of earlier rounds bound the median both ways: a device that is alone in its round cannot
+    set the bound, and a tiny update cannot have an honest one scaled down to nothing.
     """
     known = [size for size in sizes if size > 0]
-    return clip * statistics.median_low(known) if clip and known else math.inf
+    if not clip or not known:
+        return math.inf
+    middle = statistics.median_low(known)
+    if len(earlier) >= LEAST_KNOWN:
+        usual = statistics.median_low(earlier)
+        middle = min(max(middle, usual / DRIFT), usual * DRIFT)
+    return clip * middle
 
 
 def clipped(update: Update, bound: float) -> Update:
@@ -191,4 +214,16 @@ def optimal_weights(
             raise ConfigError([f"samples: given {samples}, must be finite and > 0"])
         weights = weights * counts
     shares: FloatArray = weights / weights.sum()
+    return shares
+
+
+def capped(weights: FloatArray, most: float) -> FloatArray:
+    """Weights of which none exceeds that many times their median; they still sum to one.
+
+    The median, as a mean moves with the largest. 0 is off.
+    """
+    if not most or not len(weights):
+        return weights
+    bounded = np.minimum(weights, most * float(np.median(weights)))
+    shares: FloatArray = bounded / bounded.sum() if bounded.sum() > 0 else weights
     return shares

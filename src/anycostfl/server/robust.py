@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Annotated
 
 import torch
@@ -32,6 +32,13 @@ class Robustness:
     combine: `mean` is the paper's; `trimmed` and `median` ignore weights and hold all updates of a
         round in memory.
     trim: the share that `trimmed` drops at either end.
+    history: over how many rounds sizes are remembered, for their median to bound that of a round
+        both ways; 0 is off.
+    max_weight: no device weighs more than this many times its cohort's median; 0 is off.
+    rollback: go back to the best model so far where the model is not finite or has lost half of
+        what it had gained.
+
+    The last three unset: off in simulation, on for real devices (`served`).
     """
 
     clip: Annotated[float, Interval(0.0)] = 5.0
@@ -39,6 +46,9 @@ class Robustness:
     least: Count = 1
     combine: Annotated[str, OneOf(("mean", "trimmed", "median"))] = "mean"
     trim: Annotated[float, Interval(0.0, 0.5)] = 0.2
+    history: Annotated[int | None, Interval(0.0, 1000.0)] = None
+    max_weight: Annotated[float | None, Interval(0.0)] = None
+    rollback: bool | None = None
 
     def __post_init__(self) -> None:
         check_fields(self)
@@ -48,6 +58,16 @@ OPEN = Robustness(clip=0.0)
 """The paper's rules: every update is believed."""
 DEFENCE = Robustness(clip=2.0, agree=0.2)
 """For fleets with attackers (docs/security.md)."""
+
+
+def served(rules: Robustness) -> Robustness:
+    """The rules for real devices: what is left open is on."""
+    return replace(
+        rules,
+        history=20 if rules.history is None else rules.history,
+        max_weight=4.0 if rules.max_weight is None else rules.max_weight,
+        rollback=True if rules.rollback is None else rules.rollback,
+    )
 
 
 def ranked_means(

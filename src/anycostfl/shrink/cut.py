@@ -7,7 +7,7 @@ changes nothing and sub-models nest. Sorting changes global coordinates: any oth
 
 A sub-model is a deep copy whose tensors are replaced by their kept parts during the copy, so no
 full tensor is duplicated; then the sizes stored in torch's own layers are updated. `literals.py`
-handles sizes written into a model's forward (`x.view(-1, 1024)`).
+handles sizes in a model's code (`x.view(-1, 1024)`).
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor, fx, nn
+from torch import Tensor, nn
 
 from anycostfl.coupling.result import Coupling, Group, Widths
 from anycostfl.coupling.rules import whole_blocks
-from anycostfl.shrink.literals import rewrite
+from anycostfl.shrink.literals import replace_sizes
 from anycostfl.shrink.widths import Region, Ties, take
 from anycostfl.state import State, tensors_of
 
@@ -114,18 +114,21 @@ def _sources(coupling: Coupling, state: State, order: Order) -> dict[str, dict[i
 
 @dataclass(frozen=True, slots=True, eq=False)
 class CutSpec:
-    """How to cut a model: the module to copy, its coupling, and which widths are tied."""
+    """How to cut a model: the module to copy, its coupling, and which widths are tied.
+
+    `rewritten` says whether the sizes in the model's code are replaced.
+    """
 
     source: nn.Module
     coupling: Coupling
     ties: Ties
+    rewritten: bool = False
 
     def build(self, widths: Widths, index: Mapping[str, Region]) -> nn.Module:
         """Build the sub-model of these widths, which keeps these regions of the tensors."""
         small = cut(self.source, index)
-        if isinstance(small, fx.GraphModule):
-            watched = self.coupling.watched.items()
-            rewrite(small, {name: [round(e.at(widths)) for e in dims] for name, dims in watched})
+        if self.rewritten:
+            replace_sizes(small, self.coupling.sites, widths)
         for call in self.coupling.returned:
             module = small.get_submodule(call.module)
             # An InstanceNorm without tensors shows its width only in what it returns.

@@ -11,6 +11,7 @@ import inspect
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from fnmatch import fnmatchcase
 from functools import partial
 from itertools import chain
 from math import prod
@@ -21,6 +22,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
 
+from anycostfl.coupling.atoms import Reason
 from anycostfl.coupling.result import Coupling
 from anycostfl.coupling.tracer import evaluation
 from anycostfl.data.samples import Tree, call
@@ -49,6 +51,10 @@ class ElasticModel:
 
     The module is traced once on the example inputs (batch first). `rule` chooses widths: "sqrt" as
     in the paper, "fast" or "even" for widths whose training time falls with α (`shrink.widths`).
+    `freeze` and `keep` are patterns of tensor names (`encoder.*`): those tensors are neither sorted
+    nor cut, and frozen ones are not trained and so not sent either. `freeze=True` means the
+    parameters that require no gradient; without it, those are cut like all others.
+
     `coupling` holds the groups of channels, pins with reasons, and FLOPs as a function of widths;
     `tied_widths` the groups whose widths are tied (most stand alone).
 
@@ -57,7 +63,13 @@ class ElasticModel:
     """
 
     def __init__(
-        self, module: nn.Module, *example_inputs: Any, rule: str = "sqrt", **named_inputs: Any
+        self,
+        module: nn.Module,
+        *example_inputs: Any,
+        rule: str = "sqrt",
+        freeze: Sequence[str] | bool = (),
+        keep: Sequence[str] = (),
+        **named_inputs: Any,
     ) -> None:
         if rule not in RULES:
             raise UnknownNameError(f"no width rule {rule!r}; there are {', '.join(RULES)}")
@@ -66,7 +78,8 @@ class ElasticModel:
             raise TraceError("an example input is needed: ElasticModel(module, torch.randn(2, …))")
         self.module = module
         self.rule = rule
-        self._spec = verified_spec(module, tree_map(_at_least_two, inputs))
+        whole = _whole(module, freeze, keep)
+        self._spec = verified_spec(module, tree_map(_at_least_two, inputs), whole)
         self.coupling: Coupling = self._spec.coupling
         self.tied_widths: Ties = self._spec.ties
         self._shapes = {name: tuple(tensor.shape) for name, tensor in tensors_of(module).items()}
@@ -75,12 +88,8 @@ class ElasticModel:
 
     @property
     def rewritten(self) -> bool:
-        """Whether sub-models come from a captured graph because forward contains literal sizes.
-
-        A graph keeps what Python decided at capture: an attribute that is changed later, or a layer
-        skipped by `random.random()`, stays as it was.
-        """
-        return self._spec.source is not self.module
+        """Whether sub-models replace sizes in the model's code by those of their widths."""
+        return self._spec.rewritten
 
     @property
     def size_bits(self) -> int:
@@ -176,6 +185,40 @@ class ElasticModel:
         ]
         if problems:
             raise ShapeMismatchError("this state does not fit the model: " + "; ".join(problems))
+
+
+FROZEN = Reason("freeze", "", "is frozen")
+KEPT = Reason("keep", "", "is kept whole")
+
+
+def _whole(
+    module: nn.Module, freeze: Sequence[str] | bool, keep: Sequence[str]
+) -> dict[str, Reason]:
+    """The tensors that stay whole, and why; those to freeze no longer require a gradient."""
+    tensors = tensors_of(module)
+    if isinstance(freeze, bool):
+        fixed = [
+            n for n, p in tensors.items() if isinstance(p, nn.Parameter) and not p.requires_grad
+        ]
+        frozen = fixed if freeze else []
+    else:
+        frozen = _matching(tensors, freeze, "freeze")
+    for name in frozen:
+        tensors[name].requires_grad_(False)
+    kept = _matching(tensors, keep, "keep")
+    return {**dict.fromkeys(kept, KEPT), **dict.fromkeys(frozen, FROZEN)}
+
+
+def _matching(tensors: State, patterns: Sequence[str], argument: str) -> list[str]:
+    """The names that a pattern matches; a pattern that matches none is a mistake."""
+    patterns = [patterns] if isinstance(patterns, str) else patterns
+    for pattern in patterns:
+        if not any(map(partial(fnmatchcase, pat=pattern), tensors)):
+            some = ", ".join(list(tensors)[:3])
+            raise UnknownNameError(
+                f"{argument}: no tensor matches {pattern!r}; give patterns of names such as {some}"
+            )
+    return [name for name in tensors if any(fnmatchcase(name, pattern) for pattern in patterns)]
 
 
 def _input_blocks(coupling: Coupling, shapes: Shapes) -> dict[str, int]:

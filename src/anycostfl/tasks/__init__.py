@@ -140,7 +140,7 @@ def hold_out_tenth(whole: Dataset) -> Dataset:
 
 def names() -> list[str]:
     """Every task that can be loaded by name."""
-    return [name.replace("_", "-") for name in modules_in(__path__)]
+    return [name.replace("_", "-") for name in modules_in("tasks", __path__)]
 
 
 def find(name: str) -> None:

@@ -30,8 +30,11 @@ SIGNALS = ("total_acc_x", "total_acc_y", "total_acc_z", "body_gyro_x", "body_gyr
 
 def load(path: str) -> Dataset:
     """Windows with their persons."""
+    named = Path(path)
     folder = find_folder(
-        path, FOLDERS, lambda f: (f / ARRAYS).is_file() or (f / "train" / "y_train.txt").is_file()
+        str(named.parent) if named.name == ARRAYS else path,
+        FOLDERS,
+        lambda f: (f / ARRAYS).is_file() or (f / "train" / "y_train.txt").is_file(),
     )
     if folder is None:
         raise missing("HAR", path, "Unpack the archive of UCI HAR (UCI dataset 240)")

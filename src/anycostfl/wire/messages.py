@@ -387,6 +387,7 @@ class TrainTask:
     weights: bytes  # its sub-model, unless that is cut from the public model
     moved: State
     download: Download = field(default_factory=Download)  # brings the public model up to date
+    work: Positive = 1.0  # factor on the local steps
 
     @property
     def size(self) -> int:
@@ -402,6 +403,7 @@ class TrainTask:
             "widths": list(self.widths.values()),
             "seed": self.seed,
             "learning_rate": self.learning_rate,
+            "work": self.work,
             "beta": self.upload.beta,
             "upload_seed": self.upload.seed,
             "binding": self.upload.binding,
@@ -423,7 +425,7 @@ def read_task(envelope: Envelope) -> TrainTask:
         raise MessageError("a task without one width for every group")
     return read_record(
         TrainTask,
-        table,
+        {"work": 1.0, **table},  # older servers know no other
         info=info,
         widths=dict(zip(groups, widths, strict=True)),
         upload=read_record(Upload, {**table, "seed": table.get("upload_seed")}, blocks={}),

@@ -428,7 +428,8 @@ function widthsSection() {
     byId("contents").querySelector('[href="#widths"]').hidden = element.hidden;
     if (element.hidden) return;
     const [{ metric }] = runs;
-    const data = uPlot.join(measured.map(({ run }) => [run.widths.map((w) => w.alpha), run.widths.map((w) => metric.factor * w.metric)]));
+    const inFull = (run) => run.widths.filter((w) => (w.precision ?? "fp32") === "fp32");
+    const data = uPlot.join(measured.map(({ run }) => [inFull(run).map((w) => w.alpha), inFull(run).map((w) => metric.factor * w.metric)]));
     const named = runs.length > 1;
     const words = ({ run }, value) => `${named ? `${run.name} ` : ""}${shown(metric, isNumber(value) ? value / metric.factor : null)}`;
     draw(view, {
