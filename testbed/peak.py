@@ -7,7 +7,7 @@ import sys
 import anycostfl.flower.device  # noqa: F401 - what a device holds besides
 from anycostfl.codec import Upload
 from anycostfl.config import load_preset
-from anycostfl.device import Job, learn_honestly, reuse_memory, threads
+from anycostfl.device import Job, learn_honestly, return_memory, threads
 from anycostfl.experiment import build_experiment, load_data
 from anycostfl.machine.usage import memory_bytes, release_memory, reset_peak
 
@@ -21,7 +21,7 @@ def main(alpha: float) -> float:
     runtime, blocks = experiment.runtime, experiment.net.blocks()
     samples = load_data(config).train.take(slice(0, SAMPLES))
     job = Job(0, alpha, Upload(0.03, 0, b"", blocks=blocks), 0, 0.05)
-    reuse_memory()
+    return_memory()
     for width in (0.25, alpha):
         release_memory()
         reset_peak()

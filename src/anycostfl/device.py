@@ -576,9 +576,18 @@ def reuse_memory() -> None:
     glibc gives large blocks back to the system at once, and every step of SGD then pays for each
     page of its activations anew, about 6 % of its time. Elsewhere than on glibc nothing happens.
     """
+    _set_thresholds(2**25, 2**30)
+
+
+def return_memory() -> None:
+    """The opposite: what is freed goes back at once, so that a process holds what it uses."""
+    _set_thresholds(2**18, 2**18)
+
+
+def _set_thresholds(mapped: int, trimmed: int) -> None:
     with suppress(OSError, AttributeError):
         mallopt = ctypes.CDLL(None).mallopt
-        for option, size in ((MMAP_THRESHOLD, 2**25), (TRIM_THRESHOLD, 2**30)):
+        for option, size in ((MMAP_THRESHOLD, mapped), (TRIM_THRESHOLD, trimmed)):
             mallopt(option, size)
 
 

@@ -188,7 +188,11 @@ def _costs(table: Mapping[str, Any]) -> Costs:
         known = Pending(**{**values, "round": int(pending["round"])})  # type: ignore[arg-type]
     return Costs(
         estimate=Estimate(**read),
-        peaks=Peaks(_number(peaks["base"]), tuple(tried[: round(1 / estimator.MEMORY_STEP)])),
+        peaks=Peaks(
+            _number(peaks["base"]),
+            tuple(tried[: round(1 / estimator.MEMORY_STEP)]),
+            _number(peaks["surplus"]),
+        ),
         pending=known,
         finish_s=_number(table["finish_s"]),
         idle=int(_number(table["idle"])),

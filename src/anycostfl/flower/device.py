@@ -30,7 +30,7 @@ from anycostfl.data.files import read_own
 from anycostfl.data.prepare import prepare_dataset
 from anycostfl.data.samples import Dataset, Samples
 from anycostfl.data.split import Partition, split_samples
-from anycostfl.device import DeviceRuntime, Job, Reply, learn_honestly, reuse_memory
+from anycostfl.device import DeviceRuntime, Job, Reply, learn_honestly, return_memory, reuse_memory
 from anycostfl.errors import AnycostError, ConfigError
 from anycostfl.experiment import (
     check_fit,
@@ -105,12 +105,14 @@ def train(message: Message, context: Context) -> Message:
     """Perform the task in a message."""
     setup = read_setup(context.node_config)
     if setup.memory_bytes:
+        return_memory()
         release_memory()
+    else:
+        reuse_memory()
     stop, begin = start_usage(), time.perf_counter()
     task = wire.read_task(to_envelope(message.content))
     device = open_device(setup, task.info.experiment)
     torch.set_num_threads(setup.threads)
-    reuse_memory()
     transfer, costs = read_transfer(context.state), device.recall_costs(context.state)
     time_used = device.time_used(costs, transfer)
     if costs:
@@ -299,6 +301,8 @@ class Device:
         alpha, runtime = self.told.limits.alpha_min, self.runtime
         upload = Upload(0.01, 0, b"", runtime.net.blocks(), runtime.method.codec)
         job = Job(self.setup.device, alpha, upload, 0, runtime.training.learning_rate)
+        if self.setup.memory_bytes:
+            return_memory()
         few = self.samples.take(slice(0, runtime.training.batch))
         runtime.perform(runtime.net.shrink(alpha), few, job, learn_honestly)
 

@@ -42,6 +42,7 @@ FORGET, FORGET_JUMP = 0.98, 0.3  # of the evidence for an offset stays after a r
 LIGHTEST = 30.0  # of a candidate's logarithmic weight
 MEMORY_MARGIN = 0.05  # of what training adds, for what was not tried
 HEADROOM = 0.01  # of a budget: peaks differ a little from round to round
+SURPLUS_KEPT = 0.9  # of the surplus, after a round that stayed below its bound
 BASE_RATE = 0.05  # how fast growth of what the process holds besides is believed
 MEMORY_STEP = 0.02  # widths closer than that share a peak
 MEMORY_KEEP = 0.9  # of the part by which an old peak was above a new one
@@ -394,11 +395,13 @@ class Peaks:
     It grows with the width, but never faster than in proportion: activations grow with its square
     root, and some of it not at all. So what was measured bounds what narrower widths add, and what
     wider ones do too. `base` is what the process holds besides: the least it was seen to hold, for
-    a message that has arrived is part of what its width adds; it follows slow growth.
+    a message that has arrived is part of what its width adds; it follows slow growth. `surplus` is
+    by how much the latest peaks were above their bounds, whatever the width.
     """
 
     base: float = 0.0
     tried: tuple[tuple[float, float], ...] = ()  # α and what was added, by α
+    surplus: float = 0.0
 
     def after(self, alpha: float, base: float, peak: float) -> Peaks:
         """What is known after a round; more that was added earlier is forgotten slowly."""
@@ -407,13 +410,16 @@ class Peaks:
         least = min(base, self.base + BASE_RATE * (base - self.base)) if self.tried else base
         added = max(peak - least, 0.0)
         added = max(added, added + MEMORY_KEEP * (max(near, default=added) - added))
-        return Peaks(least, tuple(sorted([*others, (alpha, added)])))
+        error = peak - self.bound(alpha) if self.tried else 0.0
+        surplus = max(self.surplus + error, SURPLUS_KEPT * self.surplus)
+        return Peaks(least, tuple(sorted([*others, (alpha, added)])), max(surplus, 0.0))
 
     def bound(self, alpha: float) -> float:
         """What a process takes at a width at most; infinite as long as nothing was tried."""
         at_least = max((added for width, added in self.tried if width <= alpha), default=0.0)
         bounds = [added * max(alpha / width, 1.0) for width, added in self.tried]
-        return self.base + (1.0 + MEMORY_MARGIN) * max(min(bounds, default=np.inf), at_least)
+        added = max(min(bounds, default=np.inf), at_least)
+        return self.base + (1.0 + MEMORY_MARGIN) * added + self.surplus
 
     def widest(self, budget: float) -> float:
         """The largest α whose bound is within a budget; 0 if there is none."""
