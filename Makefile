@@ -5,7 +5,7 @@ BIN    := $(VENV)/bin
 READY  := $(VENV)/.ready
 
 .DEFAULT_GOAL := help
-.PHONY: help run fleet test check lint format docs matrix bench paper drill lock sbom clean
+.PHONY: help run fleet test check lint format docs matrix bench paper testbed drill lock sbom clean
 
 help: ## Show this list
 	@awk -F':.*## ' '/^[a-z]+:.*## / {printf "  \033[1mmake %-8s\033[0m %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -70,6 +70,9 @@ paper: $(READY) ## The paper's whole evaluation (days on two cores; resumes wher
 	  $(BIN)/anycostfl sweep $$kind fmnist-iid $(TUNED) --trial 12 || exit; done
 	$(BIN)/anycostfl sweep widths fmnist-iid $(TUNED) --trial 12 --show
 	$(BIN)/anycostfl sweep widths $(CIFAR) --show
+
+testbed: $(READY) ## Eight devices with links, quotas and memory of their own: are budgets kept? (root)
+	$(BIN)/python -m testbed
 
 drill: $(READY) ## Kill, fill, damage, jump, stall, soak: what is lost? (a quarter of an hour)
 	$(BIN)/python -m drills

@@ -679,19 +679,20 @@ def test_the_measured_uplink_is_used_unless_the_owner_gives_another(tmp_path: Pa
     for given, used in ((0.0, 3e6), (2e6, 2e6)):
         setup = Setup(1, str(profile), given, 0.0, 0.5, data=str(tmp_path / "stripes.npz"))
         assert device_of(setup, info).capabilities(0, {}).resources.rate_bps.tolist() == [used]
-    about = ["join", "localhost:1", "--device", "0", "--insecure", "--profile"]
+    about = ["join", "localhost:1", "--device", "0", "--insecure", "--believe", "--profile"]
     with pytest.raises(ConfigError) as measured:
         build_app()([*about, str(profile)], standalone_mode=False)
-    assert measured.value.problems == ("--energy-j: needed with --profile, must be > 0",)
-    with pytest.raises(ConfigError, match="--rate-bps: needed with --profile"):
+    assert measured.value.problems == ("--energy-j: needed with --believe",)
+    with pytest.raises(ConfigError, match="--rate-bps: needed with --believe"):
         build_app()([*about, "raspberry-pi-5"], standalone_mode=False)
 
 
 @pytest.mark.parametrize(
     ("options", "problem"),
     [
-        (["--energy-j", "5"], "--energy-j: given 5, must come with --profile"),
-        (["--latency-s", "9"], "--latency-s: given 9, must come with --profile"),
+        (["--believe"], "--believe: needs --profile"),
+        (["--confidence", "1"], "--confidence: given 1, must be from 0.5 to below 1"),
+        (["--memory-bytes", "-1"], "--memory-bytes: given -1, must be >= 0"),
         (["--patience-s", "inf"], "--patience-s: given inf, must be >= 0"),
         (["--profile", "raspberry-pi-5", "--rate-bps", "2e7", "--energy-j", "nan"], "given nan"),
         (["--data", "nowhere.npz"], "--data: there is no file nowhere.npz"),

@@ -128,6 +128,7 @@ class Reply:
     wire_bytes_up: int = 0
     busy_s: float = 0.0
     done: float = 1.0
+    decode_s: float = 0.0
     train_s: float = 0.0
     encode_s: float = 0.0
     measured: Measured | None = None
@@ -163,7 +164,7 @@ class DeviceRuntime:
         begin = time.perf_counter()
         try:
             trained = learn(self, sub, samples, job)
-            encoding = time.perf_counter()
+            trained_at = time.perf_counter()
             payload, memory = self._encode(sub, trained.update, job)
         except (UpdateError, BetaError, PayloadError) as error:
             return Reply(job.device, error=str(error), memory=job.memory)
@@ -172,8 +173,8 @@ class DeviceRuntime:
             payload,
             memory=memory,
             done=trained.done,
-            train_s=encoding - begin,
-            encode_s=time.perf_counter() - encoding,
+            train_s=trained_at - begin,
+            encode_s=time.perf_counter() - trained_at,
         )
 
     def _encode(self, sub: SubModel, update: State, job: Job) -> tuple[bytes, State | None]:
@@ -591,9 +592,18 @@ def reuse_memory() -> None:
     glibc gives large blocks back to the system at once, and every step of SGD then pays for each
     page of its activations anew, about 6 % of its time. Elsewhere than on glibc nothing happens.
     """
+    _set_thresholds(2**25, 2**30)
+
+
+def return_memory() -> None:
+    """The opposite: what is freed goes back at once, so that a process holds what it uses."""
+    _set_thresholds(2**18, 2**18)
+
+
+def _set_thresholds(mapped: int, trimmed: int) -> None:
     with suppress(OSError, AttributeError):
         mallopt = ctypes.CDLL(None).mallopt
-        for option, size in ((MMAP_THRESHOLD, 2**25), (TRIM_THRESHOLD, 2**30)):
+        for option, size in ((MMAP_THRESHOLD, mapped), (TRIM_THRESHOLD, trimmed)):
             mallopt(option, size)
 
 

@@ -32,7 +32,8 @@ from anycostfl.metrics import MetricInfo, Score
 from anycostfl.planning import cost
 from anycostfl.planning.cost import Devices, Workload
 from anycostfl.planning.draw import Cohort
-from anycostfl.planning.strategy import BIND_WORDS, REASON_WORDS, Strategies
+from anycostfl.planning.planner import with_offers
+from anycostfl.planning.strategy import BIND_WORDS, REASON_WORDS, Offer, Strategies
 from anycostfl.records.checkpoint import MEMORY, Checkpoint
 from anycostfl.records.round import DeviceRecord, RoundRecord, Status
 from anycostfl.records.run import SavedRun
@@ -182,7 +183,8 @@ class Offers:
 
     `drawn` is what the draw would have chosen without suspensions; `silent` are devices that
     were chosen and did not say what they can afford. `fitted` is what samples
-    are prepared by, `late` are replies to earlier rounds that have come since.
+    are prepared by, `late` are replies to earlier rounds that have come since. `own` are the plans
+    of devices that plan themselves, by their position.
     """
 
     cohort: Cohort
@@ -190,6 +192,7 @@ class Offers:
     silent: Sequence[int] = ()
     fitted: State = field(default_factory=dict)
     late: Sequence[LateReply] = ()
+    own: Mapping[int, Offer] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -253,8 +256,9 @@ def open_round(
     if experiment.downlink:
         step, public = experiment.downlink.make_step(state.weights, state.public, order, number)
         state = replace(state, public=public)
-    devices = offers.cohort.devices
-    strategies = experiment.method.plan(devices, experiment.config.workload, experiment.limits)
+    devices, limits = offers.cohort.devices, experiment.limits
+    strategies = experiment.method.plan(devices, experiment.config.workload, limits)
+    strategies = with_offers(strategies, devices, experiment.config.workload, limits, offers.own)
     assignments = assign(experiment, offers.cohort, strategies, number)
     model = {**state.weights, **state.public}
     return state, RoundPlan(number, offers, strategies, assignments, model, state.moved, step)
@@ -709,9 +713,14 @@ def _infeasible(plan: RoundPlan, i: int) -> DeviceRecord:
         samples=int(devices.samples[i]),
         distance_m=float(cohort.distance_m[i]),
         rate_bps=float(devices.rate_bps[i]),
-        budget_j=float(devices.energy_j[i]),
-        budget_s=float(devices.latency_s[i]),
+        budget_j=_disclosed(devices.energy_j[i]),
+        budget_s=_disclosed(devices.latency_s[i]),
     )
+
+
+def _disclosed(budget: float) -> float:
+    """A budget as the journal holds it: 0 where there is none, or the device keeps it to itself."""
+    return float(budget) if budget < cost.UNLIMITED else 0.0
 
 
 def _performed(
@@ -730,7 +739,7 @@ def _performed(
         frequency_hz=float(strategies.frequency_hz[i]),
         gain=float(strategies.gain[i]),
         flops_ratio=assignment.flops_ratio,
-        work=share_done(record.samples, epochs, assignment.work),
+        work=share_done(record.samples, epochs, assignment.work) * reply.done,
         weight=assignment.weight,
         bytes_up=len(reply.payload),
         bytes_down=bytes_down,

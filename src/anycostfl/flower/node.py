@@ -19,7 +19,7 @@ import time
 from base64 import b64encode
 from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime, timedelta
 from email.utils import parsedate_to_datetime
 from functools import partial
@@ -30,7 +30,7 @@ from typing import Any
 import httpx
 from cryptography.hazmat.primitives import hashes
 from cryptography.hazmat.primitives.asymmetric import ec
-from flwr.app import Context, Error, Message, RecordDict
+from flwr.app import Context, Error, Message, MessageType, RecordDict
 from flwr.clientapp import ClientApp
 
 from anycostfl.errors import AnycostError, ConfigError, printable
@@ -38,6 +38,7 @@ from anycostfl.flower import _internal
 from anycostfl.flower._internal import ErrorCode, FleetClient, TransferError, log
 from anycostfl.flower.device import Setup
 from anycostfl.flower.keys import private_key, public_pem
+from anycostfl.flower.messages import Transfer, write_transfer
 from anycostfl.flower.superlink import is_local
 from anycostfl.processes import program, safe_environment
 from anycostfl.wire.messages import DeviceRejectedError
@@ -208,7 +209,7 @@ class Pace:
 
 def answer_messages(client: FleetClient, app: ClientApp, context: Context) -> None:
     """Answer messages until the server forgets this node."""
-    pace = Pace()
+    pace, transfer = Pace(), Transfer()
     while True:
         try:
             begin = time.monotonic()
@@ -217,11 +218,16 @@ def answer_messages(client: FleetClient, app: ClientApp, context: Context) -> No
                 time.sleep(pace.rest(time.monotonic() - begin))
                 continue
             pace.hurry()
-            begin = time.monotonic()
+            came = time.monotonic()
+            write_transfer(context.state, replace(transfer, download_s=came - begin))
             reply = answer(app, message, context)
-            seconds = time.monotonic() - begin
-            _internal.date_reply(reply, message, seconds)
-            client.push(context.node_id, reply, seconds)
+            ready = time.monotonic()
+            _internal.date_reply(reply, message, ready - came)
+            client.push(context.node_id, reply, ready - came)
+            if message.metadata.message_type == MessageType.TRAIN:
+                number = int(message.metadata.group_id)
+                transfer = Transfer(upload_s=time.monotonic() - ready, earlier_round=number)
+            del message, reply  # megabytes that would be held until the next ones have come
         except httpx.HTTPStatusError as error:
             if error.response.status_code == httpx.codes.UNAUTHORIZED:
                 return

@@ -28,7 +28,8 @@ __path__ = [*__path__, *own_folders("methods")]
 class Method:
     """One federated method.
 
-    plan: the strategy of every device of the cohort, on the server.
+    plan: the strategy of every device of the cohort.
+    plans_alone: whether that of a device follows from the device alone, which then plans itself.
     encode: an update and how to upload it → payload.
     decode: payload, expected shapes and what the server issued → update; PayloadError on anything
         malformed.
@@ -56,6 +57,7 @@ class Method:
     decode: Callable[[bytes, Shapes, Upload], Update]
     weigh: Callable[[FloatArray, FloatArray, FloatArray], FloatArray]
     sorts_channels: bool
+    plans_alone: bool = False
     by_samples: bool = False
     codec: str = "kernel"
     feedback: bool = False
@@ -95,7 +97,7 @@ def load(name: str) -> Method:
     module = _module(base)
     known: Mapping[str, Method] = {"": module.METHOD, **getattr(module, "VARIANTS", {})}
     if not all(isinstance(method, Method) for method in known.values()):
-        raise UnknownNameError(f"{module.__file__}: METHOD and VARIANTS have to be of type Method")
+        raise UnknownNameError(f"{module.__file__}: METHOD and VARIANTS must be Methods")
     if variant not in known:
         there = ", ".join(variants(base)) or "none"
         raise UnknownNameError(f"no variant {name!r}; of {base} there are {there}")

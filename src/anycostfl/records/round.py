@@ -29,8 +29,8 @@ class Measured:
     """What a round took on a real device, as the device reports it; None is not measured.
 
     A device knows how long its upload took when it is over, so it reports that with its next round:
-    `earlier_upload_s` is that of round `earlier_round`. `energy_used` and `memory_used` are shares
-    of the device's budgets, which it need not disclose.
+    `earlier_upload_s` is that of round `earlier_round`. What is `used` are shares of the device's
+    budgets, which it need not disclose.
     """
 
     download_s: float | None = None
@@ -46,6 +46,7 @@ class Measured:
     throttled: bool | None = None
     earlier_round: int | None = None
     earlier_upload_s: float | None = None
+    earlier_time_used: float | None = None
 
     @property
     def until_upload_s(self) -> float | None:
