@@ -103,7 +103,10 @@ class Fleet:
 
 def off_the_wire(record: RoundRecord) -> RoundRecord:
     """As the simulator records it, which sends no messages and has no real device."""
-    devices = [replace(d, wire_bytes_up=0, wire_bytes_down=0, busy_s=0.0) for d in record.devices]
+    devices = [
+        replace(d, wire_bytes_up=0, wire_bytes_down=0, busy_s=0.0, measured=None)
+        for d in record.devices
+    ]
     return replace(record, devices=tuple(devices))
 
 

@@ -23,7 +23,6 @@ SMALLEST = 0.25, FIRST
 TERMS = Terms(WORKLOAD, SMALLEST)
 CONFIDENCE = 0.95
 PASSES = 2
-NAN = np.array(np.nan)
 
 
 @dataclass(frozen=True)
@@ -129,7 +128,7 @@ def profiled(truth: Truth, known: Devices, random: np.random.Generator) -> Estim
         rate_bps=WORKLOAD.size_bits / (truth.upload * off[1]),
         overhead=truth.compute_0 / truth.compute,
     )
-    return estimator.from_profile(row, WORKLOAD, SMALLEST, CONFIDENCE)
+    return estimator.from_profile(row, TERMS, CONFIDENCE)
 
 
 def planned(
@@ -175,8 +174,11 @@ def rounds(
     for number in range(count):
         for name, factor in (change or {}).get(number, {}).items():
             truth = replace(truth, **{name: getattr(truth, name) * factor})
-        partial = replace(pending, upload_s=NAN + pending.alpha) if pending else None
-        seen = estimator.observe(estimate, partial, CONFIDENCE) if partial else estimate
+        seen = estimate
+        if pending:
+            unknown = np.full(len(known), np.nan)
+            partial = replace(pending, upload_s=unknown, total_s=unknown)
+            seen = estimator.observe(estimate, partial, CONFIDENCE)
         plan, best = planned(seen, known, estimator.is_probe(idle)), truth.planned(known)
         idle = np.where(plan.feasible, 0, idle + 1)
         if pending:
@@ -190,6 +192,6 @@ def rounds(
         parts = truth.parts(alpha, share) * noise * spikes
         nothing = np.full(len(known), np.nan)
         parts[:, ~plan.feasible] = np.nan
-        pending = Measurement(alpha, share, parts[1], parts[0], parts[2], nothing)
+        pending = Measurement(alpha, share, parts[1], parts[0], parts[2], nothing, parts.sum(0))
         yield Round(parts.sum(0), plan, best, estimate, truth)
         truth = drifted(truth, random, drift, jumps)

@@ -83,8 +83,8 @@ from small_runs import small_overrides
         (["run", "demo", "--set", "model.name=tiny"], "(for a custom one, set ANYCOSTFL_PATH"),
         (["join", "localhost:1", "--device", "-1", "--insecure"], "--device"),
         (
-            ["join", "a:1", "--device", "0", "--insecure", "--profile", "jetson-nano"],
-            "--energy-j: needed with --profile, must be > 0",
+            ["join", "a:1", "--device", "0", "--insecure", "--profile", "jetson-nano", "--believe"],
+            "--energy-j: needed with --believe",
         ),
     ],
 )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
+import time
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any, cast
@@ -18,7 +19,15 @@ from torch import Tensor, nn
 from anycostfl import ElasticModel, Metric, methods, models
 from anycostfl import device as local
 from anycostfl.data.samples import Samples, Tree
-from anycostfl.device import DeviceRuntime, Training, batches, measure, optimizer_of, train
+from anycostfl.device import (
+    DeviceRuntime,
+    Training,
+    batches,
+    measure,
+    optimizer_of,
+    train,
+    train_until,
+)
 from anycostfl.errors import ConfigError
 from anycostfl.metrics import ACCURACY, MAE, PERPLEXITY
 from anycostfl.shrink import calibration_batches, recalibrate
@@ -72,6 +81,24 @@ def test_equals_the_textbook_loop(training: Training, epochs: int) -> None:
     got = train(module, samples, CLASSES, training, 3, epochs=epochs)
     for name, update in wanted.items():
         assert torch.allclose(got[name], update, rtol=1e-3, atol=1e-5)
+
+
+def test_training_that_is_late_ends_after_its_first_step() -> None:
+    """The update is that of one step; in time, nothing differs from training without a deadline."""
+    module = nn.Sequential(nn.Linear(6, 16), nn.Tanh(), nn.Linear(16, 3))
+    samples = Samples(torch.randn(20, 6), torch.randint(3, (20,)))
+    given = samples, CLASSES, Training(0.05, 5), 3
+    late = train_until(copy.deepcopy(module), *given, epochs=2, until=time.perf_counter() - 1.0)
+    order = torch.randperm(20, generator=torch.Generator().manual_seed(3))
+    first = Samples(samples.inputs[order[:5]], samples.targets[order[:5]])
+    wanted = train(copy.deepcopy(module), first, CLASSES, Training(0.05, 5), 3)
+    assert late.done == 1 / 8
+    for name, update in wanted.items():
+        torch.testing.assert_close(late.update[name], update)
+    in_time = train_until(copy.deepcopy(module), *given, until=time.perf_counter() + 1e3)
+    endless = train(copy.deepcopy(module), *given)
+    assert in_time.done == 1.0
+    assert all(torch.equal(in_time.update[name], update) for name, update in endless.items())
 
 
 OPTIMIZERS = [

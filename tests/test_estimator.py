@@ -91,9 +91,8 @@ def one_device(alpha: float, estimate: Estimate, scale: float = 1.0) -> Measurem
     del estimate
     share = np.array([0.01])
     width = np.array([alpha])
-    return Measurement(
-        width, share, width, scale * (2.0 + 8.0 * width), 20.0 * share, np.array([np.nan])
-    )
+    parts = width, scale * (2.0 + 8.0 * width), 20.0 * share
+    return Measurement(width, share, *parts, np.array([np.nan]), np.sum(parts, axis=0))
 
 
 def after(alphas: list[float]) -> Estimate:
@@ -113,7 +112,7 @@ def test_slope_and_offset_are_found_from_several_widths() -> None:
 def test_what_was_not_measured_changes_nothing() -> None:
     before = after([0.25, 0.5])
     nan = np.array([np.nan])
-    empty = Measurement(np.array([0.5]), np.array([0.01]), nan, nan, nan, nan)
+    empty = Measurement(np.array([0.5]), np.array([0.01]), nan, nan, nan, nan, nan)
     unchanged = estimator.observe(before, empty, CONFIDENCE)
     for name in ("compute", "download", "upload", "joules"):
         for own, other in zip(
@@ -169,7 +168,7 @@ def test_joules_of_a_meter_are_what_the_plan_costs() -> None:
     nan = np.array([np.nan])
     for alpha in (0.3, 0.5, 0.4, 0.6, 0.45, 0.55):
         joules = np.array([(6.0 + 22.0 * alpha) * np.exp(0.03 * random.standard_normal())])
-        seen = Measurement(np.array([alpha]), np.array([0.01]), nan, nan, nan, joules)
+        seen = Measurement(np.array([alpha]), np.array([0.01]), nan, nan, nan, joules, nan)
         estimate = estimator.observe(estimate, seen, CONFIDENCE)
     for alpha in (0.3, 0.5, 0.8, 1.0):
         np.testing.assert_allclose(
@@ -266,8 +265,8 @@ def test_a_memory_budget_caps_the_width() -> None:
 
     assert planned(Peaks(), 8e8) == pytest.approx(0.25)
     once = Peaks().after(0.25, 4e8, 5e8)
-    assert planned(once, 8e8) == pytest.approx(0.96, abs=0.02)  # 100 MB for a quarter, 4 % spare
-    assert planned(once, 4.5e8) == 0.0
-    twice = once.after(0.96, 4e8, 6e8)  # what training adds grows more slowly than that
+    assert planned(once, 8e8) == pytest.approx(0.93, abs=0.02)  # 100 MB for a quarter, 5 % more
+    assert planned(once, 5e8) == 0.0
+    twice = once.after(0.91, 4e8, 6e8)  # what training adds grows more slowly than that
     assert planned(twice, 8e8) == pytest.approx(1.0)
     assert replace(twice, base=0.0).bound(0.25) <= twice.bound(1.0)

@@ -34,6 +34,7 @@ from anycostfl.rounds import (
     RoundPlan,
     ServerState,
     _judge,
+    accepted,
     assign,
     close_round,
     exclude,
@@ -472,3 +473,18 @@ def test_a_fleet_that_is_suspended_altogether_has_empty_rounds(folder: Path) -> 
     results = list(run_rounds(experiment, DamagingFleet(fleet, range(6))))
     assert [r.record.bytes_up > 0 for r in results] == [True, False, False, False, True]
     assert results[1].record.metric == results[2].record.metric
+
+
+def test_an_update_of_some_steps_counts_by_their_share(folder: Path) -> None:
+    """A quarter of the steps, a quarter of the weight; no other weight changes."""
+    first = first_round(folder)
+    whole = receive(first.experiment.method, first.plan.assignments, first.replies)
+    short = [replace(first.replies[0], done=0.25), *first.replies[1:]]
+    cut = receive(first.experiment.method, first.plan.assignments, short)
+    weights = [
+        [contribution.weight for contribution in accepted(first.experiment, outcomes)]
+        for outcomes in (whole, cut)
+    ]
+    assert weights[1] == [0.25 * weights[0][0], *weights[0][1:]]
+    _, record = close_round(first.experiment, first.state, first.plan, short)
+    assert next(d.done for d in record.devices if d.status is Status.OK) == 0.25

@@ -16,6 +16,8 @@ from anycostfl.codec import Upload
 from anycostfl.config import load_preset
 from anycostfl.experiment import build_experiment
 from anycostfl.planning.cost import make_devices
+from anycostfl.planning.strategy import Offer
+from anycostfl.records.round import Measured
 from anycostfl.server.downlink import Step
 from anycostfl.wire import messages
 from anycostfl.wire.envelope import Blob, Envelope, MessageError, blobs_of
@@ -103,6 +105,39 @@ def test_results_capabilities_and_evaluations_come_back_as_they_were_sent() -> N
     weights = {"w": torch.arange(6.0).view(2, 3), "count": torch.tensor(4)}
     read = read_evaluate_task(EvaluateTask(INFO, weights).pack()).weights
     assert all(torch.equal(read[name], tensor) for name, tensor in weights.items())
+
+
+def test_offers_and_what_was_measured_come_back_as_they_were_sent() -> None:
+    offer = Offer(0.5, 0.02, 1.2e9, 5, 0)
+    measured = Measured(train_s=1.5, throttled=False, earlier_round=2, memory_bytes=4e8)
+    known = replace(KNOWN, offer=offer)
+    result = read_result(Result(b"", "", 1.5, known, done=0.25, measured=measured).pack())
+    assert result.next.offer == offer
+    assert result.done == 0.25
+    assert result.measured == measured
+    assert result.measured.joules is None
+
+
+@pytest.mark.parametrize(
+    ("table", "changed"),
+    [
+        ("result", {"done": 0.0}),
+        ("result", {"done": 1.5}),
+        ("result", {"done": math.nan}),
+        ("measured", {"train_s": math.inf}),
+        ("measured", {"joules": "many"}),
+        ("measured", {"throttled": 1.0}),
+        ("measured", {"earlier_round": 1.0}),
+        ("offer", {"alpha": 2.0}),
+        ("offer", {"reason": 77}),
+        ("offer", {"binds": 1.0}),
+    ],
+)
+def test_impossible_results_are_refused(table: str, changed: dict[str, Any]) -> None:
+    known = replace(KNOWN, offer=Offer(0.5, 0.02, 1.2e9, 5, 0))
+    sent = Result(b"", "", 1.5, known, measured=Measured(train_s=1.0)).pack()
+    with pytest.raises(MessageError):
+        read_result(sent | Envelope({table: {**sent.tables[table], **changed}}))
 
 
 def test_what_samples_are_prepared_by_comes_back_as_it_was_fitted() -> None:
@@ -246,9 +281,10 @@ def test_a_device_of_protocol_2_tells_that_it_is_too_old_itself(
 
 
 def fitted_as_today() -> Envelope:
-    """The only key of an experiment that protocol 2 did not have."""
+    """What protocol 2 did not say of an experiment."""
     table = recorded("protocol-2-info.json").tables["experiment"]
-    return Envelope({"experiment": {**table, "fitted": b""}})
+    added = {name: INFO.pack().tables[name] for name in ("workload", "limits")}
+    return Envelope({"experiment": {**table, "fitted": b""}, **added})
 
 
 def test_a_device_of_protocol_1_reads_in_every_question_what_to_upgrade() -> None:

@@ -21,7 +21,7 @@ import os
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from importlib import import_module
 from typing import Annotated, Any
 
@@ -37,6 +37,7 @@ from anycostfl.feedback import encode_with_feedback, no_residual
 from anycostfl.methods import Method
 from anycostfl.metrics import Metric
 from anycostfl.records.round import Measured
+from anycostfl.server.privacy import NOISE, Privacy, privatise, system_noise
 from anycostfl.shrink import ElasticModel, Order, SubModel
 from anycostfl.shrink.widths import Region, put, take
 from anycostfl.state import State
@@ -127,6 +128,7 @@ class Reply:
     wire_bytes_up: int = 0
     busy_s: float = 0.0
     done: float = 1.0
+    decode_s: float = 0.0
     train_s: float = 0.0
     encode_s: float = 0.0
     measured: Measured | None = None
@@ -162,7 +164,7 @@ class DeviceRuntime:
         begin = time.perf_counter()
         try:
             trained = learn(self, sub, samples, job)
-            encoding = time.perf_counter()
+            trained_at = time.perf_counter()
             payload, memory = self._encode(sub, trained.update, job)
         except (UpdateError, BetaError, PayloadError) as error:
             return Reply(job.device, error=str(error), memory=job.memory)
@@ -171,8 +173,8 @@ class DeviceRuntime:
             payload,
             memory=memory,
             done=trained.done,
-            train_s=encoding - begin,
-            encode_s=time.perf_counter() - encoding,
+            train_s=trained_at - begin,
+            encode_s=time.perf_counter() - trained_at,
         )
 
     def _encode(self, sub: SubModel, update: State, job: Job) -> tuple[bytes, State | None]:
@@ -232,6 +234,21 @@ def learn_honestly(runtime: DeviceRuntime, sub: SubModel, samples: Samples, job:
         if len(samples) > 1:
             raise  # a mistake in the model
         raise UpdateError(f"one sample is too few for this model: {error}") from error
+
+
+def learn_privately(learn: Learn, privacy: Privacy) -> Learn:
+    """The same with the update clipped and noise on it, which the seed of the job decides.
+
+    Unless it is secret: the server knows the seed, and could take seeded noise off again.
+    """
+
+    def learn_it(runtime: DeviceRuntime, sub: SubModel, samples: Samples, job: Job) -> Trained:
+        trained = learn(runtime, sub, samples, job)
+        seeded = torch.Generator().manual_seed(job.seed ^ NOISE)
+        noise = system_noise() if privacy.secret else seeded
+        return replace(trained, update=privatise(trained.update, privacy, noise))
+
+    return learn_it
 
 
 def train(
@@ -575,9 +592,18 @@ def reuse_memory() -> None:
     glibc gives large blocks back to the system at once, and every step of SGD then pays for each
     page of its activations anew, about 6 % of its time. Elsewhere than on glibc nothing happens.
     """
+    _set_thresholds(2**25, 2**30)
+
+
+def return_memory() -> None:
+    """The opposite: what is freed goes back at once, so that a process holds what it uses."""
+    _set_thresholds(2**18, 2**18)
+
+
+def _set_thresholds(mapped: int, trimmed: int) -> None:
     with suppress(OSError, AttributeError):
         mallopt = ctypes.CDLL(None).mallopt
-        for option, size in ((MMAP_THRESHOLD, 2**25), (TRIM_THRESHOLD, 2**30)):
+        for option, size in ((MMAP_THRESHOLD, mapped), (TRIM_THRESHOLD, trimmed)):
             mallopt(option, size)
 
 

@@ -14,6 +14,7 @@ import enum
 import hashlib
 import math
 import statistics
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
@@ -31,7 +32,8 @@ from anycostfl.metrics import MetricInfo, Score
 from anycostfl.planning import cost
 from anycostfl.planning.cost import Devices, Workload
 from anycostfl.planning.draw import Cohort
-from anycostfl.planning.strategy import BIND_WORDS, REASON_WORDS, Strategies
+from anycostfl.planning.planner import with_offers
+from anycostfl.planning.strategy import BIND_WORDS, REASON_WORDS, Offer, Strategies
 from anycostfl.records.checkpoint import MEMORY, Checkpoint
 from anycostfl.records.round import DeviceRecord, RoundRecord, Status
 from anycostfl.records.run import SavedRun
@@ -48,6 +50,7 @@ from anycostfl.server.aggregate import (
     weighted_means,
 )
 from anycostfl.server.downlink import Ledger, Step, first_public, ledger_of
+from anycostfl.server.privacy import private_means, system_noise
 from anycostfl.server.robust import agreements, ranked_means
 from anycostfl.server.suspensions import Agreement, Suspensions, suspensions_after
 from anycostfl.shrink import Order, WidthPlan, recalibrate
@@ -85,6 +88,7 @@ class ServerState:
     sizes: tuple[float, ...] = ()  # of updates of earlier rounds (`Robustness.history`)
     best: State = field(default_factory=dict)  # weights to go back to (`Robustness.rollback`)
     metrics: tuple[float, ...] = ()  # of all evaluations so far
+    taken: Counter[int] = field(default_factory=Counter)  # how often each device took part
 
     def checkpoint(self) -> Checkpoint:
         """What has to be saved; the rest follows from the journal."""
@@ -127,10 +131,17 @@ def restored_state(
         fitted=point["fitted"],
         suspensions=suspensions_after(records, experiment.config.gate),
         ledger=ledger_of(records),
-        sizes=tuple(point["sizes"].get("recent", torch.zeros(0)).tolist()),
+        sizes=_sizes_in(point),
         best=point["best"],
         metrics=tuple(r.metric for r in records if r.metric is not None),
+        taken=Counter(d.device for r in records for d in r.devices if d.status is Status.OK),
     )
+
+
+def _sizes_in(point: Checkpoint) -> tuple[float, ...]:
+    """The sizes in a checkpoint, which may be a stranger's."""
+    kept = point["sizes"].get("recent", torch.zeros(0)).double().flatten().tolist()
+    return tuple(size for size in kept if 0 < size < math.inf)
 
 
 # --- what the server tells each device ------------------------------------------------------------
@@ -141,6 +152,7 @@ class Purpose(enum.IntEnum):
 
     SHUFFLE = 101
     QUANTIZE = 102
+    NOISE = 103
 
 
 def draw_seed(seed: int, round_index: int, device: int, purpose: Purpose) -> int:
@@ -171,7 +183,8 @@ class Offers:
 
     `drawn` is what the draw would have chosen without suspensions; `silent` are devices that
     were chosen and did not say what they can afford. `fitted` is what samples
-    are prepared by, `late` are replies to earlier rounds that have come since.
+    are prepared by, `late` are replies to earlier rounds that have come since. `own` are the plans
+    of devices that plan themselves, by their position.
     """
 
     cohort: Cohort
@@ -179,6 +192,7 @@ class Offers:
     silent: Sequence[int] = ()
     fitted: State = field(default_factory=dict)
     late: Sequence[LateReply] = ()
+    own: Mapping[int, Offer] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -242,8 +256,9 @@ def open_round(
     if experiment.downlink:
         step, public = experiment.downlink.make_step(state.weights, state.public, order, number)
         state = replace(state, public=public)
-    devices = offers.cohort.devices
-    strategies = experiment.method.plan(devices, experiment.config.workload, experiment.limits)
+    devices, limits = offers.cohort.devices, experiment.limits
+    strategies = experiment.method.plan(devices, experiment.config.workload, limits)
+    strategies = with_offers(strategies, devices, experiment.config.workload, limits, offers.own)
     assignments = assign(experiment, offers.cohort, strategies, number)
     model = {**state.weights, **state.public}
     return state, RoundPlan(number, offers, strategies, assignments, model, state.moved, step)
@@ -289,6 +304,8 @@ def assign(
     samples = cohort.devices.samples[able] if method.by_samples else np.ones(len(able))
     weights = method.weigh(strategies.alpha[able], strategies.quality[able], samples)
     weights = capped(weights, experiment.config.aggregation.max_weight or 0.0)
+    if experiment.config.privacy.mode == "central":
+        weights = np.full(len(able), 1.0 / len(able))
     return [
         _assign_one(experiment, cohort, strategies, number, (i, weight))
         for i, weight in zip(able.tolist(), weights.tolist(), strict=True)
@@ -386,7 +403,9 @@ def close_round(
     outcomes = receive(method, plan.assignments, replies)
     outcomes = exclude(experiment, state, _enough(outcomes, min_replies))
     updates = accepted(experiment, outcomes, state.sizes)
-    if rules.combine == "mean":
+    if experiment.config.privacy.mode == "central":
+        moves = _private_means(experiment, state, outcomes, plan.number)
+    elif rules.combine == "mean":
         moves = weighted_means(state.weights, updates, rules.least)
     else:
         moves = ranked_means(state.weights, list(updates), rules)
@@ -403,12 +422,17 @@ def close_round(
     devices += tuple(late.record() for late in plan.offers.late)
     step_bytes = plan.step.size if plan.step else 0
     record = RoundRecord(plan.number, None, devices, step_bytes, remark=remark)
+    taken, privacy = state.taken.copy(), experiment.config.privacy
+    taken.update(d.device for d in devices if d.status is Status.OK)
+    if privacy.mode != "none":
+        record = replace(record, epsilon=privacy.spent(max(taken.values(), default=0)))
     state = replace(
         state,
         rounds=plan.number + 1,
         suspensions=state.suspensions.after(record, experiment.config.gate),
         ledger=state.ledger.after(record) if plan.step else state.ledger,
         sizes=_remembered(experiment, state.sizes, outcomes),
+        taken=taken,
     )
     return state, record
 
@@ -419,6 +443,21 @@ def _remembered(
     """The sizes of updates of the latest rounds; those that were not used say something, too."""
     kept = (experiment.config.aggregation.history or 0) * experiment.config.fleet.cohort
     return (*earlier, *(o.size for o in outcomes if o.size > 0))[-kept:] if kept else ()
+
+
+def _private_means(
+    experiment: Experiment, state: ServerState, outcomes: Sequence[Outcome], number: int
+) -> Mapping[str, Move]:
+    """The updates' sum with noise: the noise bounds what one device can do, too."""
+    config = experiment.config
+    random = torch.Generator().manual_seed(draw_seed(config.run.seed, number, 0, Purpose.NOISE))
+    return private_means(
+        {name: state.weights[name] for name in experiment.trained},
+        accepted(experiment, outcomes, clip=0.0),
+        config.privacy,
+        config.fleet.cohort,
+        system_noise() if config.privacy.secret else random,
+    )
 
 
 def moved_by(experiment: Experiment, state: ServerState, moves: Mapping[str, Move]) -> ServerState:
@@ -501,14 +540,19 @@ def _enough(outcomes: Sequence[Outcome], least: int) -> list[Outcome]:
 
 
 def accepted(
-    experiment: Experiment, outcomes: Sequence[Outcome], earlier: Sequence[float] = ()
+    experiment: Experiment,
+    outcomes: Sequence[Outcome],
+    earlier: Sequence[float] = (),
+    *,
+    clip: float | None = None,
 ) -> Iterator[Contribution]:
     """The updates that count, decoded again one at a time to bound memory.
 
-    `earlier` are sizes of updates of earlier rounds.
+    `earlier` are sizes of updates of earlier rounds; `clip`, if given, takes the rules' place.
     """
+    clip = experiment.config.aggregation.clip if clip is None else clip
     # An excluded device still counts for the median: fewer honest ones would shift it.
-    bound = clip_bound((o.size for o in outcomes), experiment.config.aggregation.clip, earlier)
+    bound = clip_bound((o.size for o in outcomes), clip, earlier)
     factors = factors_of(experiment, outcomes)
     for outcome in outcomes:
         if outcome.status is Status.OK:
@@ -669,9 +713,14 @@ def _infeasible(plan: RoundPlan, i: int) -> DeviceRecord:
         samples=int(devices.samples[i]),
         distance_m=float(cohort.distance_m[i]),
         rate_bps=float(devices.rate_bps[i]),
-        budget_j=float(devices.energy_j[i]),
-        budget_s=float(devices.latency_s[i]),
+        budget_j=_disclosed(devices.energy_j[i]),
+        budget_s=_disclosed(devices.latency_s[i]),
     )
+
+
+def _disclosed(budget: float) -> float:
+    """A budget as the journal holds it: 0 where there is none, or the device keeps it to itself."""
+    return float(budget) if budget < cost.UNLIMITED else 0.0
 
 
 def _performed(
@@ -690,7 +739,7 @@ def _performed(
         frequency_hz=float(strategies.frequency_hz[i]),
         gain=float(strategies.gain[i]),
         flops_ratio=assignment.flops_ratio,
-        work=share_done(record.samples, epochs, assignment.work),
+        work=share_done(record.samples, epochs, assignment.work) * reply.done,
         weight=assignment.weight,
         bytes_up=len(reply.payload),
         bytes_down=bytes_down,

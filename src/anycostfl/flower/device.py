@@ -9,9 +9,12 @@ from __future__ import annotations
 
 import math
 import time
-from dataclasses import dataclass, fields, replace
+from contextlib import suppress
+from dataclasses import dataclass, field, fields, replace
 from functools import lru_cache
-from logging import INFO
+from logging import INFO, WARNING
+from pathlib import Path
+from statistics import NormalDist
 from typing import cast
 
 import numpy as np
@@ -20,13 +23,23 @@ from flwr.app import ConfigRecord, Context, Message, RecordDict, UserConfig
 from flwr.clientapp import ClientApp
 
 from anycostfl import methods, tasks
+from anycostfl.codec import Upload
 from anycostfl.config import load_profile, profiles_of
 from anycostfl.config.loading import checked
 from anycostfl.data.files import read_own
 from anycostfl.data.prepare import prepare_dataset
 from anycostfl.data.samples import Dataset, Samples
 from anycostfl.data.split import Partition, split_samples
-from anycostfl.device import DeviceRuntime, Job, Reply, learn_honestly, reuse_memory
+from anycostfl.device import (
+    DeviceRuntime,
+    Job,
+    Learn,
+    Reply,
+    learn_honestly,
+    learn_privately,
+    return_memory,
+    reuse_memory,
+)
 from anycostfl.errors import AnycostError, ConfigError
 from anycostfl.experiment import (
     check_fit,
@@ -36,17 +49,51 @@ from anycostfl.experiment import (
     trace_model,
 )
 from anycostfl.flower._internal import log
-from anycostfl.flower.messages import read_state, to_envelope, to_records, write_state
-from anycostfl.flower.policy import Policy, check_cost
-from anycostfl.planning.cost import Devices, Workload, make_devices
-from anycostfl.planning.draw import draw_fleet, hardware_of
+from anycostfl.flower.costs import (
+    AT_FIRST,
+    RESERVED,
+    Costs,
+    DamagedCostsError,
+    Pending,
+    from_text,
+    load_costs,
+    offer_of,
+    plan_own,
+    save_costs,
+    smallest_share,
+    to_text,
+    without_budgets,
+    workload_key,
+)
+from anycostfl.flower.messages import (
+    Transfer,
+    read_state,
+    read_transfer,
+    to_envelope,
+    to_records,
+    write_state,
+)
+from anycostfl.flower.policy import Policy, PolicyError, check_cost
+from anycostfl.machine.clock import set_clock, settable_clock
+from anycostfl.machine.sensors import read_clock
+from anycostfl.machine.usage import Usage, has_meter, release_memory, start_usage
+from anycostfl.planning import estimator
+from anycostfl.planning.cost import UNLIMITED, Devices, Workload, make_devices
+from anycostfl.planning.draw import Profile, draw_fleet, hardware_of
+from anycostfl.planning.estimator import Estimate, Terms
+from anycostfl.planning.planner import needed_budgets
+from anycostfl.planning.strategy import Reason, Strategies
+from anycostfl.records.round import Measured
 from anycostfl.server.downlink import first_public, take_step
+from anycostfl.server.privacy import Privacy
 from anycostfl.shrink import SubModel, calibration_batches, recalibrate
 from anycostfl.state import State, tensors_of
 from anycostfl.tasks import Task
 from anycostfl.wire import messages as wire
 from anycostfl.wire.envelope import MessageError
 
+ANY_RATE_BPS = 1e6  # of an uplink that nobody has described: what is measured replaces it
+LEAST_COEFFICIENT, TRANSMITTER_W = 1e-28, 0.1  # of energy that nobody has described
 DONE = "round %d: α %.3g, β %.3g; measured %.2f s, %d bytes"
 
 app = ClientApp()
@@ -57,31 +104,59 @@ def introduce(message: Message, context: Context) -> Message:
     """Answer which device this is and what it can spend."""
     info = wire.read_info(to_envelope(message.content))
     device = open_device(read_setup(context.node_config), info.experiment)
-    known = device.capabilities(info.round, device.public(context.state))
+    costs = device.recall_costs(context.state)
+    known = device.capabilities(info.round, device.public(context.state), costs)
+    device.keep_costs(context.state, costs, known)
     return Message(to_records(known.pack()), reply_to=message)
 
 
 @app.train()
 def train(message: Message, context: Context) -> Message:
     """Perform the task in a message."""
-    begin = time.perf_counter()
+    setup = read_setup(context.node_config)
+    if setup.memory_bytes:
+        return_memory()
+        release_memory()
+    else:
+        reuse_memory()
+    stop, begin = start_usage(), time.perf_counter()
     task = wire.read_task(to_envelope(message.content))
-    device = open_device(read_setup(context.node_config), task.info.experiment)
-    torch.set_num_threads(device.setup.threads)
-    reuse_memory()
+    device = open_device(setup, task.info.experiment)
+    torch.set_num_threads(setup.threads)
+    transfer, costs = read_transfer(context.state), device.recall_costs(context.state)
+    time_used = device.time_used(costs, transfer)
+    if costs:
+        device.set_clock(costs)
+        costs = costs.completed(transfer.upload_s, setup.confidence)
+        until = begin + device.training_s(costs, task, transfer)
+    else:
+        until = math.inf
     memory = recall(context.state, task.info)
     try:
         public = device.catch_up(device.public(context.state), task.download)
         if public:
             write_state(context.state, "public", public)
-        reply = device.perform(task, public, memory)
+        reply = device.perform(task, public, memory, until)
+        reply = replace(
+            reply, decode_s=time.perf_counter() - begin - reply.train_s - reply.encode_s
+        )
     except AnycostError as problem:
         reply = Reply(task.device, error=str(problem), memory=memory)
     remember(context.state, task.info, reply.memory)
-    known = device.capabilities(task.info.round + 1, device.public(context.state))
+    usage = stop()
+    costs = costs and device.learn(costs, task, reply, usage, transfer)
+    known = device.capabilities(task.info.round + 1, device.public(context.state), costs)
+    device.keep_costs(context.state, costs, known)
     seconds = time.perf_counter() - begin
     log(INFO, DONE, task.info.round, task.alpha, task.upload.beta, seconds, len(reply.payload))
-    result = wire.Result(reply.payload, reply.error, seconds, known)
+    result = wire.Result(
+        payload=reply.payload,
+        error=reply.error,
+        busy_s=seconds,
+        next=known,
+        done=reply.done,
+        measured=replace(device.measured(reply, usage, transfer), earlier_time_used=time_used),
+    )
     return Message(to_records(result.pack()), reply_to=message)
 
 
@@ -106,19 +181,36 @@ class Setup:
     rate_bps: float = 0.0
     latency_s: float = 0.0
     energy_j: float = 0.0
+    memory_bytes: float = 0.0  # that training may take; 0 is no limit
+    confidence: float = 0.95  # with which a budget is kept
+    state: str = ""  # the file of what the device learns about its costs
+    believe: bool = False  # the profile, whatever is measured
+    set_clock: bool = False  # to what is planned, where the system lets this process
     data: str = ""  # a task, or data of its own (`data.files`), instead of the experiment's
     split: bool = False  # train on a part of its own data, as the experiment is split
     threads: int = 1
     methods: str = ""  # that are allowed, separated by commas; empty: all (`policy`)
     max_epochs: int = 0
     min_batch: int = 0
+    clip_norm: float = 0.0  # of updates, and noise on them as a multiple of it (`server.privacy`)
+    noise: float = 0.0
     server_files: bool = False  # read files that the server names, as Flower's engine needs it
 
     def node_config(self) -> UserConfig:
         """As Flower's node configuration; only what differs from the defaults."""
-        given = {item.name: getattr(self, item.name) for item in fields(self)}
-        changed = {name: value for name, value in given.items() if value}
+        changed = {
+            item.name: value
+            for item in fields(self)
+            if (value := getattr(self, item.name)) != item.default
+        }
         return {"device": self.device, **{k.replace("_", "-"): v for k, v in changed.items()}}
+
+    @property
+    def is_member(self) -> bool:
+        """Whether the device acts as a member of the simulated fleet: its owner says no budget."""
+        return not any(
+            (self.profile, self.rate_bps, self.latency_s, self.energy_j, self.memory_bytes)
+        )
 
 
 def read_setup(table: UserConfig) -> Setup:
@@ -144,13 +236,31 @@ class Device:
     test: Samples
     counts: tuple[int, ...]  # samples of every member of the fleet, as far as this one knows
     sums: State  # of its samples, as long as the server does not know what to prepare them by
+    latest: list[Costs] = field(default_factory=list)  # what it has learnt, once it is known
 
-    def capabilities(self, number: int, public: State) -> wire.Capabilities:
-        """What the device can spend in a round, and which public model it holds."""
-        distance_m, resources = self._own() if self.setup.profile else self._simulated(number)
-        held = wire.model_digest(public)
-        device = self.setup.device
-        return wire.Capabilities(device, number, distance_m, resources, held, self.sums)
+    def capabilities(
+        self, number: int, public: State, costs: Costs | None = None
+    ) -> wire.Capabilities:
+        """What the device can spend in a round, and which public model it holds.
+
+        What it has learnt is better than its profile.
+        """
+        distance_m, known = self._simulated(number) if self.setup.is_member else self._own()
+        offer = None
+        if costs:
+            how, confidence = (self.runtime.method, self.told.limits), self.setup.confidence
+            known, plan = plan_own(costs, known, self.terms, how, confidence)
+            if offer := offer_of(plan, self.runtime.method):
+                self._warn_infeasible(plan, known, number)
+                known = without_budgets(known)
+        held, device = wire.model_digest(public), self.setup.device
+        return wire.Capabilities(device, number, distance_m, known, held, self.sums, offer)
+
+    def _warn_infeasible(self, plan: Strategies, known: Devices, number: int) -> None:
+        """Tell the owner what would suffice; the server does not know the budgets."""
+        if not plan.feasible[0]:
+            reason, needs = Reason(int(plan.reason[0])), needed_budgets(plan, known, 0)
+            log(WARNING, "round %d: this device sits out (%s); it needs %s", number, reason, needs)
 
     def public(self, state: RecordDict) -> State:
         """The public model that the device holds: at first the initial one, made from the seed."""
@@ -167,8 +277,17 @@ class Device:
             public = take_step(self.runtime.net, public, step, self.told.fingerprint)
         return public
 
-    def perform(self, task: wire.TrainTask, public: State, memory: State | None) -> Reply:
-        """Train the sub-model that came or is cut from the public model, and encode its update."""
+    def perform(
+        self,
+        task: wire.TrainTask,
+        public: State,
+        memory: State | None,
+        until: float = math.inf,
+    ) -> Reply:
+        """Train the sub-model that came or is cut from the public model, and encode its update.
+
+        No step of training begins that would end after a point in time.
+        """
         if self.sums:
             raise MessageError("a task that does not say what samples are prepared by")
         if task.device != self.setup.device:
@@ -184,20 +303,54 @@ class Device:
             work=task.work,
             memory=memory,
             moved=task.moved,
+            until=until,
         )
         sub = self._sub_model(task, public)
-        return self.runtime.perform(sub, self.samples, job, learn_honestly)
+        return self.runtime.perform(sub, self.samples, job, self._learn())
+
+    def _learn(self) -> Learn:
+        """How it learns: privately, if its owner says so."""
+        setup = self.setup
+        if not setup.noise:
+            return learn_honestly
+        if self.told.feedback:
+            raise PolicyError(
+                "error feedback returns what clipping cut off; the owner of this device allows "
+                "only methods without it"
+            )
+        return learn_privately(
+            learn_honestly, Privacy("local", setup.clip_norm, setup.noise, secret=True)
+        )
+
+    def warm_up(self) -> None:
+        """Train on one batch and encode: the first time compiles, which no round should pay for."""
+        alpha, runtime = self.told.limits.alpha_min, self.runtime
+        upload = Upload(0.01, 0, b"", runtime.net.blocks(), runtime.method.codec)
+        job = Job(self.setup.device, alpha, upload, 0, runtime.training.learning_rate)
+        if self.setup.memory_bytes:
+            return_memory()
+        few = self.samples.take(slice(0, runtime.training.batch))
+        runtime.perform(runtime.net.shrink(alpha), few, job, learn_honestly)
 
     def _check_cost(self, task: wire.TrainTask) -> None:
-        """Refuse what is beyond the owner's budgets; a member of a simulated fleet has none."""
-        if not self.setup.profile:
+        """Refuse what is beyond the owner's budgets; a member of a simulated fleet has none.
+
+        A device that planned for itself does no more than it offered.
+        """
+        policy = Policy(max_epochs=self.setup.max_epochs)
+        policy.check(self.told.method, self.runtime.epochs * task.work, self.told.training.batch)
+        if self.setup.is_member:
             return
         net = self.runtime.net
         plan = net.plan(task.alpha)
         elements = sum(math.prod(plan.shapes[n]) for n, _ in net.module.named_parameters())
         bits = 32 * task.upload.beta * elements
-        workload = Workload(net.training_flops, net.size_bits, self.runtime.epochs)
-        check_cost(self._own()[1], workload, plan.flops_ratio, bits)
+        if self.latest:
+            self.latest[0].check(task.alpha * max(task.work, 1.0), bits / net.size_bits)
+        elif self.setup.profile:
+            flops = task.work * net.training_flops
+            workload = Workload(flops, net.size_bits, self.runtime.epochs)
+            check_cost(self._own()[1], workload, plan.flops_ratio, bits)
 
     def evaluate(self, task: wire.EvaluateTask) -> wire.Evaluation:
         """The sums of every metric over this device's test samples."""
@@ -245,15 +398,189 @@ class Device:
 
     def _own(self) -> tuple[float, Devices]:
         """As its owner describes it; the distance does not matter where the rate is known."""
-        setup, kind = self.setup, load_profile(self.setup.profile)
+        setup = self.setup
+        kind = load_profile(setup.profile) if setup.profile else unknown_machine()
+        watts_known = bool(setup.profile) or has_meter()
+        hardware = hardware_of(kind)
+        if not setup.believe:  # without setting the clock, there is the one that the governor gives
+            clock = settable_clock() if setup.set_clock else None
+            high = clock.max_hz if clock else kind.frequency_max_hz
+            hardware |= {
+                "frequency_min_hz": clock.min_hz if clock else high,
+                "frequency_max_hz": high,
+            }
         resources = make_devices(
-            **hardware_of(kind),
+            **hardware,
             samples=len(self.samples),
-            rate_bps=setup.rate_bps or kind.rate_bps or 0.0,
+            rate_bps=setup.rate_bps or kind.rate_bps or ANY_RATE_BPS,
             latency_s=setup.latency_s or self.told.fleet.latency_s,
-            energy_j=setup.energy_j,
+            energy_j=setup.energy_j if setup.energy_j and watts_known else UNLIMITED,
+            memory_bytes=setup.memory_bytes or UNLIMITED,
         )
         return 0.0, resources
+
+    # --- what it learns about its costs -----------------------------------------------------------
+
+    @property
+    def terms(self) -> Terms:
+        """What its costs are turned into a plan with."""
+        told = self.told
+        return Terms(
+            workload=told.workload,
+            smallest=smallest_share(told.limits),
+            downloads_model=not told.downlink,
+            has_meter=has_meter(),
+        )
+
+    def recall_costs(self, state: RecordDict) -> Costs | None:
+        """What it has learnt so far; nothing of a member of a simulated fleet, which pays nothing.
+
+        At first from its file, or what Flower keeps for it, else from its profile or from nothing.
+        """
+        setup = self.setup
+        if setup.is_member or setup.believe:
+            return None
+        if self.latest:
+            return self.latest[0]
+        kept, known = state.config_records.get("costs") or ConfigRecord(), None
+        try:
+            if setup.state:
+                known = load_costs(Path(setup.state), self._workload)
+            elif kept.get("workload") == self._workload:
+                known = from_text(cast(str, kept["text"]))
+        except DamagedCostsError as problem:
+            log(WARNING, "%s; starting anew", problem)
+        return known or Costs(self._prior())
+
+    def _prior(self) -> Estimate:
+        """What is believed before the first round."""
+        _, known = self._own()
+        if not self.setup.profile:
+            smallest = self.terms.smallest
+            return estimator.unknown(known.latency_s, smallest, AT_FIRST)
+        return estimator.from_profile(known, self.terms, AT_FIRST)
+
+    def keep_costs(self, state: RecordDict, costs: Costs | None, known: wire.Capabilities) -> None:
+        """Remember what was learnt, and whether the device sits out; in its file, too."""
+        if costs is None:
+            return
+        if known.offer:
+            costs = costs.sat_out(known.round, feasible=not known.offer.reason)
+            offer = known.offer
+            costs = replace(
+                costs,
+                frequency_hz=offer.frequency_hz,
+                alpha=offer.alpha,
+                uploads=offer.alpha * offer.beta,
+            )
+        self.latest[:] = [costs]
+        if self.setup.state:
+            with suppress(OSError):  # a full disk stops no device
+                save_costs(Path(self.setup.state), self._workload, costs)
+        else:
+            kept = ConfigRecord({"workload": self._workload, "text": to_text(costs)})
+            state["costs"] = kept
+
+    @property
+    def _workload(self) -> str:
+        """What costs belong to."""
+        told, training = self.told, self.runtime.training
+        model = told.model, told.widths, told.method, told.epochs, told.downlink
+        how = training.batch, training.optimizer, training.precision, training.device
+        return workload_key(*model, *how, len(self.samples), self.setup.threads)
+
+    def set_clock(self, costs: Costs) -> None:
+        """Run at the clock that was planned, if the owner and the system let this process."""
+        if self.setup.set_clock and costs.frequency_hz and settable_clock():
+            set_clock(costs.frequency_hz)
+
+    def training_s(self, costs: Costs, task: wire.TrainTask, transfer: Transfer) -> float:
+        """Seconds after the task came at which training has to be over to upload in time."""
+        _, known = self._own()
+        elements = self.runtime.net.plan(task.alpha)
+        bits = task.upload.beta * 32 * sum(map(math.prod, elements.shapes.values()))
+        share = np.array([bits / self.told.workload.size_bits])
+        upload = costs.estimate.upload
+        bound = NormalDist().inv_cdf(RESERVED) * np.sqrt(upload.variance_at(share))
+        upload_s = float((upload.predict(share) * np.exp(bound))[0]) if upload.rounds[0] else 0.0
+        spent = 0.0 if math.isnan(transfer.download_s) else transfer.download_s
+        return float(known.latency_s[0]) - spent - upload_s - costs.finish_s
+
+    def learn(
+        self,
+        costs: Costs,
+        task: wire.TrainTask,
+        reply: Reply,
+        usage: Usage,
+        transfer: Transfer,
+    ) -> Costs:
+        """With what this round took, as far as it is known before its upload."""
+        if reply.error:
+            return costs
+        unfinished = reply.train_s * (1.0 / reply.done - 1.0)
+        whole = (usage.seconds + unfinished) / usage.seconds
+        _, known = self._own()
+        fastest = float(known.frequency_max_hz[0])
+        # As it would have been at the highest clock: T is in proportion to 1/f, E to f².
+        slower = (
+            costs.frequency_hz / fastest if self.setup.set_clock and costs.frequency_hz else 1.0
+        )
+        pending = Pending(
+            round=task.info.round,
+            alpha=task.alpha,
+            uploaded=8 * len(reply.payload) / self.told.workload.size_bits,
+            download_s=transfer.download_s,
+            compute_s=whole * usage.seconds * slower / task.work,
+            joules=math.nan if usage.joules is None else whole * usage.joules / slower**2,
+            until_upload_s=usage.seconds + transfer.download_s,
+        )
+        peaks = costs.peaks
+        if usage.peak_bytes is not None and usage.base_bytes is not None:
+            peaks = peaks.after(task.alpha, usage.base_bytes, usage.peak_bytes)
+        finish_s = usage.seconds - reply.decode_s - reply.train_s
+        return replace(costs, pending=pending, peaks=peaks, finish_s=finish_s)
+
+    def time_used(self, costs: Costs | None, transfer: Transfer) -> float | None:
+        """The share of its latency budget that the last round took, now that its upload is over."""
+        pending = costs and costs.pending
+        if not pending or pending.round != transfer.earlier_round:
+            return None
+        _, known = self._own()
+        return _known((pending.until_upload_s + transfer.upload_s) / float(known.latency_s[0]))
+
+    def measured(self, reply: Reply, usage: Usage, transfer: Transfer) -> Measured:
+        """What this round took, for the server's journal."""
+        setup = self.setup
+        energy_used = memory_used = None
+        if usage.joules is not None and setup.energy_j:
+            energy_used = usage.joules / setup.energy_j
+        if usage.peak_bytes is not None and setup.memory_bytes:
+            memory_used = usage.peak_bytes / setup.memory_bytes
+        return Measured(
+            download_s=_known(transfer.download_s),
+            decode_s=reply.decode_s,
+            train_s=reply.train_s,
+            encode_s=max(usage.seconds - reply.decode_s - reply.train_s, 0.0),
+            joules=usage.joules,
+            energy_used=energy_used,
+            memory_bytes=usage.peak_bytes,
+            memory_used=memory_used,
+            clock_hz=usage.clock_hz,
+            celsius=usage.celsius,
+            throttled=usage.throttled,
+            earlier_round=transfer.earlier_round,
+            earlier_upload_s=_known(transfer.upload_s),
+        )
+
+
+def _known(value: float) -> float | None:
+    return None if math.isnan(value) else value
+
+
+def unknown_machine() -> Profile:
+    """A machine without a profile: its clock is known, and what it does with it will be learnt."""
+    hertz = read_clock().now_hz
+    return Profile("this machine", 1.0, LEAST_COEFFICIENT, hertz, hertz, TRANSMITTER_W)
 
 
 def _fill(sub: SubModel, state: State) -> None:
@@ -286,7 +613,7 @@ def open_device(setup: Setup, told: wire.ExperimentInfo) -> Device:
     if is_common:  # the test set is split over the fleet, too
         tested = tested[setup.device :: told.fleet.devices]
     how = runtime.task.preparation
-    return Device(
+    device = Device(
         setup=setup,
         told=told,
         runtime=runtime,
@@ -295,6 +622,9 @@ def open_device(setup: Setup, told: wire.ExperimentInfo) -> Device:
         counts=tuple(map(len, parts)),
         sums=how.measure(raw.train.take(chosen)) if how and not told.fitted else {},
     )
+    if not setup.is_member and not device.sums:
+        device.warm_up()
+    return device
 
 
 @lru_cache(maxsize=1)

@@ -216,6 +216,7 @@ class FlowerFleet:
             lost,
             {} if self._experiment.fitted else self._fitted,
             self._take_late(),
+            {i: one.offer for i, one in enumerate(ready) if one.offer},
         )
 
     def _take_late(self) -> tuple[LateReply, ...]:
@@ -455,9 +456,18 @@ class FlowerFleet:
             return
         del self._capabilities[node]
         with suppress(MessageError):
-            latest = wire.read_capabilities(envelope)
+            latest = self._read_capabilities(envelope)
             if latest.device == before.device:
                 self._capabilities[node] = latest
+
+    def _read_capabilities(self, envelope: Envelope) -> wire.Capabilities:
+        """What a device can spend; a plan of its own only within the limits of the experiment."""
+        found, method = wire.read_capabilities(envelope), self._experiment.method
+        if found.offer and not method.plans_alone:
+            raise MessageError("an offer, though this method plans for the whole cohort")
+        if found.offer and (problem := found.offer.problem(self._experiment.limits)):
+            raise MessageError(f"an offer outside the limits: {problem}")
+        return found
 
     def _welcome(self, node: int, known: Node, answer: Message | MessageError) -> None:
         """Add a device, unless it cannot be one of this fleet's."""
@@ -467,7 +477,7 @@ class FlowerFleet:
             return
         known.asked, known.lapses = 0, 0.0
         try:
-            found = wire.read_capabilities(read_reply(answer))
+            found = self._read_capabilities(read_reply(answer))
             if not 0 <= found.device < self._experiment.config.fleet.devices:
                 raise MessageError(f"there is no device {found.device} in this fleet")
             if self._folder:
@@ -504,6 +514,8 @@ def warn_infeasible(plan: RoundPlan) -> None:
     """Log which budgets would suffice for devices that cannot take part."""
     strategies, cohort = plan.strategies, plan.offers.cohort
     for i in np.flatnonzero(~strategies.feasible).tolist():
+        if i in plan.offers.own:  # it tells its owner; nobody else knows its budgets
+            continue
         reason, needs = strategies.reason[i], needed_budgets(strategies, cohort.devices, i)
         text = "device %d sits out (%s); it needs %s"
         log(WARNING, text, cohort.index[i], Reason(int(reason)), needs)
@@ -577,4 +589,11 @@ def reply_to(known: Reply, reply: Message | MessageError) -> Reply:
             raise MessageError(f"device {result.next.device} answers for {known.device}")
     except MessageError as problem:
         return replace(known, unreadable=str(problem))
-    return replace(known, payload=result.payload, error=result.error, busy_s=result.busy_s)
+    return replace(
+        known,
+        payload=result.payload,
+        error=result.error,
+        busy_s=result.busy_s,
+        done=result.done,
+        measured=result.measured,
+    )

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import math
 import threading
 import time
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, fields
 from queue import Empty, SimpleQueue
+from typing import Any, cast
 
 import httpx
 from flwr.app import Array, ArrayRecord, ConfigRecord, Message, RecordDict
@@ -76,6 +79,29 @@ def write_state(records: RecordDict, key: str, state: State | None) -> None:
 def read_state(records: RecordDict, key: str) -> State:
     """Named tensors that `write_state` kept."""
     return to_envelope(records).state(key)
+
+
+@dataclass(frozen=True, slots=True)
+class Transfer:
+    """Seconds of a device's transfers; NaN where whoever carries messages does not say.
+
+    `download_s` is of the message at hand, `upload_s` of the reply to round `earlier_round`.
+    """
+
+    download_s: float = math.nan
+    upload_s: float = math.nan
+    earlier_round: int | None = None
+
+
+def write_transfer(records: RecordDict, transfer: Transfer) -> None:
+    """Tell the app how long transfers took, in a device's context."""
+    known = {item.name: getattr(transfer, item.name) for item in fields(transfer)}
+    records["transfer"] = ConfigRecord({k: v for k, v in known.items() if v is not None})
+
+
+def read_transfer(records: RecordDict) -> Transfer:
+    """What `write_transfer` told."""
+    return Transfer(**cast(dict[str, Any], dict(records.config_records.get("transfer", {}))))
 
 
 class ReplyCollector:

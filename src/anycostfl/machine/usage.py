@@ -69,6 +69,11 @@ def energy_meter(root: Path = ROOT) -> Meter | None:
     return find_meter(root, every_s=SAMPLE_EVERY_S)[0]
 
 
+def has_meter() -> bool:
+    """Whether this machine counts joules."""
+    return energy_meter() is not None
+
+
 def memory_bytes(root: Path = ROOT) -> tuple[float | None, float | None]:
     """What this process holds now, and the most since the peak was reset."""
     status = read_text(root / "proc/self/status")
@@ -84,7 +89,7 @@ def reset_peak(root: Path = ROOT) -> None:
 
 
 def release_memory() -> None:
-    """Give back to the system what earlier work has freed (glibc), so that peaks say what is used."""
+    """Give back to the system what earlier work freed (glibc): peaks then say what is used."""
     with suppress(OSError, AttributeError):
         ctypes.CDLL(None).malloc_trim(0)
 

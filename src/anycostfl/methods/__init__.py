@@ -28,7 +28,8 @@ __path__ = [*__path__, *own_folders("methods")]
 class Method:
     """One federated method.
 
-    plan: the strategy of every device of the cohort, on the server.
+    plan: the strategy of every device of the cohort.
+    plans_alone: whether that of a device follows from the device alone, which then plans itself.
     encode: an update and how to upload it → payload.
     decode: payload, expected shapes and what the server issued → update; PayloadError on anything
         malformed.
@@ -56,6 +57,7 @@ class Method:
     decode: Callable[[bytes, Shapes, Upload], Update]
     weigh: Callable[[FloatArray, FloatArray, FloatArray], FloatArray]
     sorts_channels: bool
+    plans_alone: bool = False
     by_samples: bool = False
     codec: str = "kernel"
     feedback: bool = False

@@ -31,6 +31,7 @@ METHOD = Method(
     decode=decode,
     weigh=optimal_weights,
     sorts_channels=True,
+    plans_alone=True,
     takes_upload_ratio=False,
 )
 
@@ -51,11 +52,14 @@ def plan_uncompressed(devices: Devices, workload: Workload, limits: Limits) -> S
 
 
 VARIANTS = {
-    "without-ems": replace(METHOD, summary="AnycostFL with full models", plan=plan_full_width),
+    "without-ems": replace(
+        METHOD, summary="AnycostFL with full models", plan=plan_full_width, plans_alone=False
+    ),
     "without-fgc": replace(
         METHOD,
         summary="AnycostFL without compression",
         plan=plan_uncompressed,
+        plans_alone=False,
         encode=encode_dense,
         decode=decode_dense,
     ),

@@ -40,11 +40,15 @@ OFFSET_GUESS, OFFSET_UNKNOWN = 0.2, 1.5  # relative to the first share; of the l
 OFFSET_KNOWN = 0.7  # of the logarithm of an offset that a profile tells
 FORGET, FORGET_JUMP = 0.98, 0.3  # of the evidence for an offset stays after a round, and a jump
 LIGHTEST = 30.0  # of a candidate's logarithmic weight
-MEMORY_MARGIN = 0.04  # of what training adds: peaks differ a little from round to round
+MEMORY_MARGIN = 0.05  # of what training adds, for what was not tried
+HEADROOM = 0.01  # of a budget: peaks differ a little from round to round
+SURPLUS_KEPT = 0.9  # of the surplus, after a round that stayed below its bound
+BASE_RATE = 0.05  # how fast growth of what the process holds besides is believed
 MEMORY_STEP = 0.02  # widths closer than that share a peak
 MEMORY_KEEP = 0.9  # of the part by which an old peak was above a new one
 TRIED = 3  # rounds after which a device that cannot afford its spread sits out
 LEAST = 1e-9  # seconds or joules
+LEAST_COEFFICIENT = 1e-29  # of energy: what costs nothing that is known still costs something
 
 Share = tuple[float, float]  # α and αβ
 Point = tuple[FloatArray, FloatArray]  # the same of every device
@@ -140,7 +144,8 @@ def learn(before: Line, share: FloatArray, cost: FloatArray) -> Line:
     spread = np.sqrt(prior.variance_at(share))
     far = (np.abs(error) > FAR * spread) & (prior.rounds > 0)
     swap = far & (np.abs(error - prior.other) <= FAR * spread)
-    slower, faster = far & ~swap & (error > 0), far & ~swap & (error < 0)
+    slower = far & ~swap & ((error > 0) | (prior.rounds == 1))  # the first may have been special
+    faster = far & ~swap & ~slower
     shift = np.where(swap, prior.other, np.where(slower, error, 0.0))
     other = np.where(slower, -error, np.where(faster, error, np.nan))
     moved = replace(prior, levels=prior.levels + shift[:, None])
@@ -199,7 +204,8 @@ class Measurement:
     """One round of a device as it was measured; NaN is unknown.
 
     `alpha` is its width, `uploaded` the bits of its payload relative to S. Computing is all that
-    the processor does: decoding, training (of all planned steps) and encoding.
+    the processor does: decoding, training (of all planned steps) and encoding. `total_s` is what
+    the round really took, less than its parts where training ended early.
     """
 
     alpha: FloatArray
@@ -208,6 +214,7 @@ class Measurement:
     compute_s: FloatArray
     upload_s: FloatArray
     joules: FloatArray
+    total_s: FloatArray
 
 
 @dataclass(frozen=True, slots=True)
@@ -244,11 +251,10 @@ class Estimate:
 def observe(estimate: Estimate, measured: Measurement, confidence: float) -> Estimate:
     """What is known after a round."""
     alpha, uploaded = measured.alpha, measured.uploaded
-    seconds = measured.compute_s + measured.download_s + measured.upload_s
     spread = estimate.spread(alpha, uploaded)
     quantile = _follow(
         estimate.quantile,
-        seconds / estimate.predict_s(alpha, uploaded),
+        measured.total_s / estimate.predict_s(alpha, uploaded),
         np.where(estimate.compute.rounds > 0, spread, np.inf),
         confidence,
     )
@@ -279,6 +285,20 @@ def _follow(
     return np.where(known, np.clip(quantile + step, *QUANTILES), quantile)
 
 
+@dataclass(frozen=True, slots=True)
+class Terms:
+    """What costs are turned into a plan with.
+
+    `smallest` is the least α and αβ; `downloads_model` says whether a device is sent its sub-model,
+    `has_meter` whether joules are measured.
+    """
+
+    workload: Workload
+    smallest: Share
+    downloads_model: bool = True
+    has_meter: bool = False
+
+
 def unknown(latency_s: FloatArray, smallest: Share, confidence: float) -> Estimate:
     """Nothing is known: the slowest device that can take part at all, so that α_min comes first.
 
@@ -295,11 +315,9 @@ def unknown(latency_s: FloatArray, smallest: Share, confidence: float) -> Estima
     )
 
 
-def from_profile(
-    known: Devices, workload: Workload, smallest: Share, confidence: float
-) -> Estimate:
+def from_profile(known: Devices, terms: Terms, confidence: float) -> Estimate:
     """As a profile tells: speed, overhead and uplink, each within a third or so."""
-    nothing = unknown(known.latency_s, smallest, confidence)
+    nothing, workload = unknown(known.latency_s, terms.smallest, confidence), terms.workload
     seconds = compute_cycles(known, workload) / known.frequency_max_hz
     watts = known.energy_coefficient * known.frequency_max_hz**3
     alpha, share = nothing.compute.at, nothing.upload.at
@@ -310,20 +328,6 @@ def from_profile(
         upload=line(share, KNOWN, slope=sending),
         joules=line(alpha, KNOWN, slope=seconds * watts, offset=known.overhead),
     )
-
-
-@dataclass(frozen=True, slots=True)
-class Terms:
-    """What costs are turned into a plan with.
-
-    `smallest` is the least α and αβ; `downloads_model` says whether a device is sent its sub-model,
-    `has_meter` whether joules are measured.
-    """
-
-    workload: Workload
-    smallest: Share
-    downloads_model: bool = True
-    has_meter: bool = False
 
 
 def resources(
@@ -356,7 +360,9 @@ def resources(
         flops_per_cycle=flops / (clock * per_alpha),
         overhead=overhead,
         rate_bps=terms.workload.size_bits / (margin * sending),
-        energy_coefficient=joules / (clock**3 * per_alpha * (alpha + overhead)),
+        energy_coefficient=np.maximum(
+            joules / (clock**3 * per_alpha * (alpha + overhead)), LEAST_COEFFICIENT
+        ),
     )
 
 
@@ -384,38 +390,40 @@ def is_probe(idle: npt.ArrayLike) -> npt.NDArray[np.bool_]:
 
 @dataclass(frozen=True, slots=True)
 class Peaks:
-    """Peak memory at the widths that were tried, in bytes, and what the process holds besides.
+    """What training added to the memory of the process at the widths that were tried, in bytes.
 
-    What training adds grows with the width, but never faster than in proportion: activations grow
-    with its square root, and some of it not at all. So a measured peak bounds those of narrower
-    widths, and of wider ones too.
+    It grows with the width, but never faster than in proportion: activations grow with its square
+    root, and some of it not at all. So what was measured bounds what narrower widths add, and what
+    wider ones do too. `base` is what the process holds besides: the least it was seen to hold, for
+    a message that has arrived is part of what its width adds; it follows slow growth. `surplus` is
+    by how much the latest peaks were above their bounds, whatever the width.
     """
 
     base: float = 0.0
-    tried: tuple[tuple[float, float], ...] = ()  # α and peak, by α
+    tried: tuple[tuple[float, float], ...] = ()  # α and what was added, by α
+    surplus: float = 0.0
 
     def after(self, alpha: float, base: float, peak: float) -> Peaks:
-        """What is known after a round; an old peak that was higher is forgotten slowly."""
+        """What is known after a round; more that was added earlier is forgotten slowly."""
         near = [old for width, old in self.tried if abs(width - alpha) <= MEMORY_STEP]
         others = [one for one in self.tried if abs(one[0] - alpha) > MEMORY_STEP]
-        before = max(near, default=peak)
-        seen = max(peak, peak + MEMORY_KEEP * (before - peak))
-        return Peaks(
-            max(base, base + MEMORY_KEEP * (self.base - base)),
-            tuple(sorted([*others, (alpha, seen)])),
-        )
+        least = min(base, self.base + BASE_RATE * (base - self.base)) if self.tried else base
+        added = max(peak - least, 0.0)
+        added = max(added, added + MEMORY_KEEP * (max(near, default=added) - added))
+        error = peak - self.bound(alpha) if self.tried else 0.0
+        surplus = max(self.surplus + error, SURPLUS_KEPT * self.surplus)
+        return Peaks(least, tuple(sorted([*others, (alpha, added)])), max(surplus, 0.0))
 
     def bound(self, alpha: float) -> float:
-        """What a width takes at most; infinite as long as nothing was tried."""
-        at_least = max((peak for width, peak in self.tried if width <= alpha), default=0.0)
-        bounds = [
-            self.base + (1.0 + MEMORY_MARGIN) * (peak - self.base) * max(alpha / width, 1.0)
-            for width, peak in self.tried
-        ]
-        return max(min(bounds, default=np.inf), at_least)
+        """What a process takes at a width at most; infinite as long as nothing was tried."""
+        at_least = max((added for width, added in self.tried if width <= alpha), default=0.0)
+        bounds = [added * max(alpha / width, 1.0) for width, added in self.tried]
+        added = max(min(bounds, default=np.inf), at_least)
+        return self.base + (1.0 + MEMORY_MARGIN) * added + self.surplus
 
     def widest(self, budget: float) -> float:
         """The largest α whose bound is within a budget; 0 if there is none."""
+        budget *= 1.0 - HEADROOM
         widths = np.linspace(0.0, 1.0, 201)[1:].tolist()
         return max((alpha for alpha in widths if self.bound(alpha) <= budget), default=0.0)
 

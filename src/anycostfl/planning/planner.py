@@ -47,7 +47,7 @@ from anycostfl.checks import FloatArray
 from anycostfl.errors import InfeasibleBudgetError
 from anycostfl.planning import cost
 from anycostfl.planning.cost import MEASURED, Devices, Workload, learning_gain, quality
-from anycostfl.planning.strategy import Binds, Limits, Reason, Strategies
+from anycostfl.planning.strategy import Binds, Limits, Offer, Reason, Strategies
 
 BLOCK = 8192  # devices solved together, so that every array stays in the processor's cache
 NEWTON_STEPS = 6  # from at most 1.46 times the root, quadratic convergence needs no more
@@ -112,6 +112,8 @@ def needed_budgets(strategies: Strategies, devices: Devices, i: int) -> str:
     """
     if strategies.reason[i] == Reason.MEMORY:
         return f"{math.ceil(float(strategies.least_memory_bytes[i]) / 1e6)} MB of memory"
+    if devices.energy_j[i] >= cost.UNLIMITED:
+        return f"{_up(strategies.least_latency_s[i])} s"
     joules = max(float(devices.energy_j[i]), float(strategies.energy_floor_j[i]))
     seconds = max(float(devices.latency_s[i]), float(strategies.latency_floor_s[i]))
     slower = f"{_up(strategies.least_latency_s[i])} s with {_up(joules)} J"
@@ -162,6 +164,39 @@ def fixed_strategies(
         feasible=able,
         work=work,
     )
+
+
+def with_offers(
+    planned: Strategies,
+    devices: Devices,
+    workload: Workload,
+    limits: Limits,
+    offers: Mapping[int, Offer],
+) -> Strategies:
+    """The same, but for the devices at these positions, which planned for themselves."""
+    if not offers:
+        return planned
+    where = np.array(sorted(offers), np.intp)
+    made = [offers[i] for i in where.tolist()]
+    chosen = tuple(
+        np.array([getattr(one, name) for one in made]) for name in ("alpha", "beta", "frequency_hz")
+    )
+    able = np.array([not one.reason for one in made])
+    some = devices.take(where)
+    least = _least_budgets(some, workload, limits)
+    offered = _describe(
+        some, workload, limits, (chosen[0], chosen[1], chosen[2]), least, shown=able, feasible=able
+    )
+    said = {
+        "reason": np.array([one.reason for one in made], np.uint8),
+        "binds": np.array([one.binds for one in made], np.uint16),
+    }
+    columns = {}
+    for item in fields(Strategies):
+        column = np.array(getattr(planned, item.name))
+        column[where] = said.get(item.name, getattr(offered, item.name))
+        columns[item.name] = column
+    return Strategies(**columns)
 
 
 def closed_form(

@@ -70,6 +70,7 @@ class Binds(enum.IntFlag):
         return [word for flag, word in BIND_WORDS.items() if flag in self]
 
 
+OFFERED_WITHIN = 1e-9  # of a limit, relative: rounding differs between processors
 REASON_WORDS = {int(reason): reason.name.lower() for reason in Reason}
 REASON_WORDS[Reason.BOTH] = "latency and energy"
 BIND_WORDS = {flag: str(flag.name).lower().replace("_", " ") for flag in Binds}
@@ -87,6 +88,41 @@ class Strategy:
     latency_s: float
     energy_j: float
     work: float
+
+
+@dataclass(frozen=True, slots=True)
+class Offer:
+    """What a device that plans itself will do in a round; α, β and clock are 0 if it sits out."""
+
+    alpha: Annotated[float, Interval(0.0, 1.0)]
+    beta: Annotated[float, Interval(0.0, 1.0)]
+    frequency_hz: Annotated[float, Interval(0.0, 1e18)]
+    binds: Annotated[int, Interval(0, 511)]
+    reason: Annotated[int, Interval(0, 5)]  # why it sits out, else 0
+
+    @classmethod
+    def of(cls, planned: Strategies) -> Offer:
+        """What the plan of one device comes to."""
+        return cls(
+            alpha=float(planned.alpha[0]),
+            beta=float(planned.beta[0]),
+            frequency_hz=float(planned.frequency_hz[0]),
+            binds=int(planned.binds[0]),
+            reason=int(planned.reason[0]),
+        )
+
+    def problem(self, limits: Limits) -> str:
+        """Why a server cannot take this offer; empty if it can."""
+        low, high = 1.0 - OFFERED_WITHIN, 1.0 + OFFERED_WITHIN
+        if self.reason:
+            sits_out = self.alpha == self.beta == self.frequency_hz == 0.0
+            return "" if sits_out else "an offer that says both what is done and why it is not"
+        if not low * limits.alpha_min <= self.alpha <= 1.0:
+            return f"alpha: offered {self.alpha:g}, must be {limits.alpha_min:g} to 1"
+        if not low * limits.beta_min <= self.beta <= high * limits.beta_max or self.beta == 0.0:
+            ends = f"{limits.beta_min:g} to {limits.beta_max:g}"
+            return f"beta: offered {self.beta:g}, must be {ends}"
+        return "" if self.frequency_hz > 0 else "frequency_hz: offered 0, must be > 0"
 
 
 @dataclass(frozen=True, slots=True)

@@ -29,8 +29,8 @@ class Measured:
     """What a round took on a real device, as the device reports it; None is not measured.
 
     A device knows how long its upload took when it is over, so it reports that with its next round:
-    `earlier_upload_s` is that of round `earlier_round`. `energy_used` and `memory_used` are shares
-    of the device's budgets, which it need not disclose.
+    `earlier_upload_s` is that of round `earlier_round`. What is `used` are shares of the device's
+    budgets, which it need not disclose.
     """
 
     download_s: float | None = None
@@ -46,6 +46,7 @@ class Measured:
     throttled: bool | None = None
     earlier_round: int | None = None
     earlier_upload_s: float | None = None
+    earlier_time_used: float | None = None
 
     @property
     def until_upload_s(self) -> float | None:
@@ -122,6 +123,7 @@ class RoundRecord:
     devices: tuple[DeviceRecord, ...]
     step_bytes: int = 0  # of the step to the next public model, if there is one (`downlink`)
     others: Mapping[str, float] = field(default_factory=dict)
+    epsilon: float | None = None  # spent by the device that took part most often, if it is counted
     remark: str = ""  # what happened to the model besides, such as going back to an earlier one
 
     @property
@@ -234,6 +236,7 @@ def summarise(
         "updates_excluded": kinds[Status.EXCLUDED],
         "devices_suspended": len({d.device for d in devices if d.status is Status.SUSPENDED}),
         "rounds_suspended": kinds[Status.SUSPENDED],
+        "epsilon": records[-1].epsilon if records else None,
         "rounds_remarked": sum(bool(record.remark) for record in records),
         "target": target,
         "rounds_to_target": rounds,

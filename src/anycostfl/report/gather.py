@@ -18,6 +18,7 @@ from anycostfl.errors import ConfigError
 from anycostfl.files import read_file
 from anycostfl.metrics import MetricInfo
 from anycostfl.planning.strategy import Binds
+from anycostfl.records.budgets import budget_uses
 from anycostfl.records.round import DeviceRecord, RoundRecord, refusals, summarise
 from anycostfl.records.run import CONFIG, ENVIRONMENT, JOURNAL, TIMING, WIDTHS, read_journal
 
@@ -48,6 +49,7 @@ def gather(folder: Path, *, growing: bool = False) -> Document:
         "wall_s": _wall_s(folder / TIMING, len(records)),
         "written": (folder / JOURNAL).stat().st_mtime if (folder / JOURNAL).exists() else None,
         "rounds": _round_columns(records),
+        "budgets": _budgets(records),
         **_device_columns([d for r in records for d in r.devices], settings["latency_s"]),
         "widths": _json(folder / WIDTHS, _widths, remarks) or [],
         "remarks": [remark[:LONGEST_TEXT] for remark in remarks],
@@ -116,6 +118,15 @@ def _rounded(values: Iterable[float | None], digits: int) -> list[float | None]:
     finite = (value if math.isfinite(value) else None for value in rounded)
     # Whole numbers are shorter without their point.
     return [int(v) if v is not None and v.is_integer() and abs(v) < 1e15 else v for v in finite]
+
+
+def _budgets(records: Sequence[RoundRecord]) -> list[Document]:
+    """How real devices kept their budgets: shares of them, planned and measured."""
+    rows = [asdict(use) for use in budget_uses(records)]
+    shares = ("planned", "measured", "worst")
+    return [
+        row | dict(zip(shares, _rounded((row[k] for k in shares), 4), strict=True)) for row in rows
+    ]
 
 
 # --- the other files ------------------------------------------------------------------------------

@@ -6,7 +6,8 @@ understands. A new key that others may ignore changes neither; anything else rai
 
     1   the server's whole configuration as TOML; messages carried no version
     2   images and labels; `scale` in the experiment
-    3   tasks of any kind; what samples are prepared by, learning rates of rounds, sums of metrics
+    3   tasks of any kind; what samples are prepared by, learning rates of rounds, sums of metrics;
+        workload and limits, offers of devices that plan themselves, what a round took on a device
 """
 
 from __future__ import annotations
@@ -29,8 +30,10 @@ from anycostfl.data.split import Data
 from anycostfl.device import Training
 from anycostfl.errors import AnycostError, ConfigError
 from anycostfl.experiment import Experiment
-from anycostfl.planning.cost import Devices, make_devices
+from anycostfl.planning.cost import Devices, Workload, make_devices
 from anycostfl.planning.draw import FleetSpec
+from anycostfl.planning.strategy import Limits, Offer
+from anycostfl.records.round import Measured
 from anycostfl.server.downlink import Step
 from anycostfl.shrink import ElasticModel, WidthPlan
 from anycostfl.state import State, tensors_of
@@ -103,6 +106,8 @@ class ExperimentInfo:
     training: Training
     fleet: FleetSpec
     data: Data
+    workload: Workload
+    limits: Limits
     fitted: bytes = b""  # what samples are prepared by (safetensors); empty as long as unknown
 
     @classmethod
@@ -121,6 +126,8 @@ class ExperimentInfo:
             training=config.training,
             fleet=config.fleet,
             data=config.data,
+            workload=config.workload,
+            limits=experiment.limits,
             fitted=pack_fitted(experiment.fitted),
         )
 
@@ -141,7 +148,13 @@ def pack_fitted(fitted: State) -> bytes:
     return safetensors.torch.save(dict(fitted)) if fitted else b""
 
 
-SECTIONS: Mapping[str, type[Any]] = {"training": Training, "fleet": FleetSpec, "data": Data}
+SECTIONS: Mapping[str, type[Any]] = {
+    "training": Training,
+    "fleet": FleetSpec,
+    "data": Data,
+    "workload": Workload,
+    "limits": Limits,
+}
 """Fields that are tables of their own."""
 
 
@@ -195,7 +208,8 @@ def pack_rejection(why: str) -> Envelope:
 class Capabilities:
     """Which device this is and what it can spend in a round: one row of `Devices`.
 
-    `sums` are of its samples (`data.prepare`), as long as the server does not know all of them.
+    `sums` are of its samples (`data.prepare`), as long as the server does not know all of them. A
+    device that plans itself makes an offer, and its resources name no budgets.
     """
 
     device: int
@@ -204,20 +218,25 @@ class Capabilities:
     resources: Devices
     model_digest: bytes = b""  # of the public model that it holds, if any
     sums: State = field(default_factory=dict)
+    offer: Offer | None = None
 
     def pack(self) -> Envelope:
         """As an envelope."""
         row = {item.name: float(getattr(self.resources, item.name)[0]) for item in fields(Devices)}
-        table = table_of(self, "resources", "sums") | row
+        table = table_of(self, "resources", "sums", "offer") | row
+        offer = {"offer": table_of(self.offer)} if self.offer else {}
         return protocol_envelope() | Envelope(
-            {"capabilities": table}, {"sums": blobs_of(self.sums)}
+            {"capabilities": table, **offer}, {"sums": blobs_of(self.sums)}
         )
 
 
 QUANTITY = Interval(1e-30, 1e18)
+MEASURABLE = Interval(-300.0, 1e18)  # seconds, joules, bytes, hertz, °C
 QUANTITIES = {
     "samples": Interval(1, 1e9),
     "overhead": Interval(0, 1e18),
+    "memory_fixed_bytes": Interval(0, 1e18),
+    "memory_width_bytes": Interval(0, 1e18),
     "distance_m": Interval(0, 1e18),
 }
 """What a device may claim: wider than any device, narrow enough to plan with and to journal."""
@@ -233,8 +252,21 @@ def read_capabilities(envelope: Envelope) -> Capabilities:
     except ConfigError as error:
         raise MessageError(f"impossible capabilities: {'; '.join(error.problems)}") from error
     distance_m = _quantity(table, "distance_m")
-    sums = _read_sums(envelope)
-    return read_record(Capabilities, table, distance_m=distance_m, resources=resources, sums=sums)
+    return read_record(
+        Capabilities,
+        table,
+        distance_m=distance_m,
+        resources=resources,
+        sums=_read_sums(envelope),
+        offer=_read_offer(envelope),
+    )
+
+
+def _read_offer(envelope: Envelope) -> Offer | None:
+    """What a device that plans itself offers: what it may be is checked against limits later."""
+    if (table := envelope.tables.get("offer")) is None:
+        return None
+    return read_record(Offer, table)
 
 
 def _read_sums(envelope: Envelope) -> State:
@@ -411,18 +443,41 @@ class Result:
     error: str  # why there is no payload
     busy_s: Annotated[float, Interval(0.0, LONGEST_S)]  # how long it worked
     next: Capabilities  # what it can spend in the next round
+    done: Annotated[float, Interval(0.0, 1.0, open_low=True)] = 1.0  # share of the planned steps
+    measured: Measured = field(default_factory=Measured)
 
     def pack(self) -> Envelope:
         """As an envelope."""
         arrays = {"payload": {"payload": bytes_blob(self.payload, PAYLOAD)}}
-        return self.next.pack() | Envelope({"result": table_of(self, "payload", "next")}, arrays)
+        table, measured = table_of(self, "payload", "next", "measured"), table_of(self.measured)
+        return self.next.pack() | Envelope({"result": table, "measured": measured}, arrays)
 
 
 def read_result(envelope: Envelope) -> Result:
     """The result in a message."""
     capabilities = read_capabilities(envelope)
     payload = envelope.bytes_of("payload", "payload", PAYLOAD)
-    return read_record(Result, envelope.table("result"), payload=payload, next=capabilities)
+    return read_record(
+        Result,
+        envelope.table("result"),
+        payload=payload,
+        next=capabilities,
+        measured=_read_measured(envelope.table("measured")),
+    )
+
+
+def _read_measured(table: Table) -> Measured:
+    """What a device measured: numbers that a round can have, or nothing."""
+    kinds: dict[str, Any] = {"throttled": bool, "earlier_round": int}
+    found: dict[str, Any] = {}
+    for item in fields(Measured):
+        if table.get(item.name) is None:
+            continue
+        value: Any = value_of(table, item.name, kinds.get(item.name, float))
+        if not isinstance(value, bool) and not MEASURABLE.contains(value):
+            raise MessageError(f"{item.name}: given {value!r:.80}, must be {MEASURABLE}")
+        found[item.name] = value
+    return Measured(**found)
 
 
 # --- evaluation on devices ------------------------------------------------------------------------

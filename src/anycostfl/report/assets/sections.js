@@ -284,6 +284,23 @@ function drawSlack(view, run, name) {
   });
 }
 
+/** What devices measured beside what was planned; only real devices measure. */
+function budgetsSection() {
+  const element = section("budgets", "Planned and measured", "Shares of their budgets that devices planned to use and measured to have used: medians over rounds. A device that plans itself does not disclose its budgets, and what no meter counted is not here.", "Budgets kept");
+  const card = element.appendChild(make("div", { class: "card" }));
+  return (run) => {
+    element.hidden = !run.budgets.length;
+    byId("contents").querySelector('[href="#budgets"]').hidden = element.hidden;
+    const share = (value) => (isNumber(value) ? percent(value) : "–");
+    const rows = run.budgets.slice(0, MOST_ROWS).map((use) => [`device ${use.device}`, use.budget, count(use.rounds),
+      share(use.planned), share(use.measured), count(use.over), use.over ? `by ${percent(use.worst - 1)}` : "–"]);
+    const joules = run.budgets.some((use) => use.budget === "energy");
+    const note = joules ? [] : [make("p", {}, "No device measured joules: energy on this page is planned.")];
+    const columns = ["device", "budget", "rounds measured", "planned", "measured", "rounds over", "at most over"];
+    card.replaceChildren(table("Who kept which budget", columns, rows), ...note);
+  };
+}
+
 // --- where it went ----------------------------------------------------------------------------
 
 function whereSection() {

@@ -14,7 +14,7 @@ async function unpack() {
 function build() {
   const ofAll = [remarksSection(), overviewSection(), metricSection()];
   ofAll.push(runChooser((chosen) => { state.chosen = chosen; show(); }));
-  const ofOne = [whoSection(), strategySection(), boundSection(), whereSection(), absentSection(), devicesSection()];
+  const ofOne = [whoSection(), strategySection(), boundSection(), budgetsSection(), whereSection(), absentSection(), devicesSection()];
   ofAll.push(widthsSection(), configSection());
   return () => {
     ofAll.forEach((update) => update(state));
