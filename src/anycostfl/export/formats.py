@@ -223,14 +223,16 @@ FORMATS = {
 @contextmanager
 def _quiet() -> Iterator[None]:
     """Silence warnings of torch's exporters about their own internals."""
-    log = logging.getLogger("torch.onnx")
-    level = log.level
-    log.setLevel(logging.ERROR)
+    logs = [logging.getLogger(name) for name in ("torch.onnx", "onnx_ir")]
+    levels = [log.level for log in logs]
     try:
+        for log in logs:
+            log.setLevel(logging.ERROR)
         with warnings.catch_warnings(action="ignore"):
             yield
     finally:
-        log.setLevel(level)
+        for log, level in zip(logs, levels, strict=True):
+            log.setLevel(level)
 
 
 def deployed_for(

@@ -2,13 +2,15 @@
 
 Weights are symmetric and have a scale for each output channel; activations have one for each
 tensor, the range that calibration saw. Layers that onnxruntime cannot quantize statically (LSTM)
-get weights of 8 bits alone. The preparation of raw inputs stays in 32 bits.
+get weights of 8 bits alone. The preparation of raw inputs stays in 32 bits, and so does an output
+layer with few weights: on U-Net masks it costs 1.3 points of IoU (34.28, 32.98 and 34.27 %).
 """
 
 from __future__ import annotations
 
 import importlib
 import logging
+import math
 import tempfile
 import warnings
 from collections.abc import Iterator, Sequence
@@ -18,7 +20,9 @@ from typing import Any
 
 SAMPLES, BATCH = 512, 32  # to calibrate with
 STATIC = ("Conv", "Gemm", "MatMul", "Gather", "MaxPool", "Relu", "Add", "ConvTranspose")
+LAYERS = ("Conv", "Gemm", "MatMul", "ConvTranspose")
 DYNAMIC = ("LSTM",)
+SMALL = 0.01  # of all weights: an output layer that stays in 32 bits
 
 
 class Feeds:
@@ -57,6 +61,7 @@ def quantize(source: Path, target: Path, feeds: Sequence[dict[str, Any]]) -> Non
             Feeds(feeds),
             quant_format=tools.QuantFormat.QDQ,
             op_types_to_quantize=list(STATIC),
+            nodes_to_exclude=_small_output_layer(onnx.load(clean).graph),
             per_channel=True,
             activation_type=tools.QuantType.QUInt8,
             weight_type=tools.QuantType.QInt8,
@@ -71,6 +76,14 @@ def quantize(source: Path, target: Path, feeds: Sequence[dict[str, Any]]) -> Non
     model.metadata_props.extend(before.metadata_props)
     _shorten(model.graph)
     onnx.save(model, target)
+
+
+def _small_output_layer(graph: Any) -> list[str]:
+    """The last layer, if it is a hundredth of the weights at most: it costs accuracy, not bytes."""
+    sizes = {made.name: math.prod(made.dims) for made in graph.initializer}
+    layers = [node for node in graph.node if node.op_type in LAYERS]
+    weights = sum(sizes.get(name, 0) for name in (layers[-1].input if layers else ()))
+    return [layers[-1].name] if layers and weights <= SMALL * sum(sizes.values()) else []
 
 
 def _shorten(graph: Any) -> None:
