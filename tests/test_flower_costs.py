@@ -85,7 +85,7 @@ def test_what_was_learnt_survives_a_restart(tmp_path: Path) -> None:
     first = of(run(config, own), 0)
     assert json.loads(Path(own[0].state).read_text())["workloads"]
     again = of(run(config, own), 0)
-    assert again[0].alpha >= first[-1].alpha
+    assert again[0].alpha > 0.8 * first[-1].alpha > 1.2 * first[0].alpha
     Path(own[0].state).write_text("damaged")
     anew = of(run(config, own), 0)
     assert anew[0].alpha == pytest.approx(first[0].alpha)

@@ -33,8 +33,8 @@ MOST_WORKLOADS = 8  # that a file remembers; the latest come last
 FINEST = 64  # the smallest β tried first is at most that much below the largest
 PASSES = 2  # of planning, so that the spread is that of what is planned
 WITHIN = 1.05  # of an offer: the server rounds
-AT_FIRST = 0.75  # of rounds are planned to be in time without ending early
-RESERVED = 0.8  # of uploads take no longer than what is kept for them when training ends early
+AT_FIRST = 0.8  # of rounds are planned to be in time without ending early
+RESERVED = 0.95  # of uploads take no longer than what is kept for them when training ends early
 
 
 @dataclass(frozen=True, slots=True)
