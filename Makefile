@@ -5,7 +5,7 @@ BIN    := $(VENV)/bin
 READY  := $(VENV)/.ready
 
 .DEFAULT_GOAL := help
-.PHONY: help run fleet test check lint format docs matrix bench paper testbed drill clean
+.PHONY: help run fleet test check lint format docs matrix bench paper testbed drill lock sbom clean
 
 help: ## Show this list
 	@awk -F':.*## ' '/^[a-z]+:.*## / {printf "  \033[1mmake %-8s\033[0m %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -76,6 +76,12 @@ testbed: $(READY) ## Eight devices with links, quotas and memory of their own: a
 
 drill: $(READY) ## Kill, fill, damage, jump, stall, soak: what is lost? (a quarter of an hour)
 	$(BIN)/python -m drills
+
+lock: $(READY) ## Write the hashes of everything that is installed (supply/requirements.lock)
+	$(BIN)/python supply/lock.py
+
+sbom: $(READY) ## Write a bill of materials of the environment (sbom.json, CycloneDX)
+	$(BIN)/python supply/sbom.py > sbom.json
 
 clean: ## Remove the environment and all caches
 	rm -rf $(VENV) build dist site .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache

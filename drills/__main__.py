@@ -28,6 +28,8 @@ DRILLS = {  # in this order; how often each injects its fault by default
     "flower": 6,
     "connections": 6,
     "soak": 200,
+    "extraction": 1,
+    "hostile": 300,  # seconds
 }
 
 

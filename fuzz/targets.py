@@ -202,7 +202,11 @@ def journal_target() -> Target:
         3, Status.REFUSED, "damaged", "x", 20, 1.0, 1e6, 0.1, binds=("energy",), duplicates=1
     )
     both = (device, device)
-    records = [RoundRecord(n, 0.5 if n else None, both, 0, {"mae": 2.5}) for n in range(3)]
+    late = dataclasses.replace(device, status=Status.UNUSED, cause="late", duplicates=0)
+    records = [
+        RoundRecord(n, 0.5 if n else None, (*both, late), 0, {"mae": 2.5}, 1.5, "rolled back")
+        for n in range(3)
+    ]
     new = [format_record(record) for record in records]
     second = [as_schema_2(line) for line in new]
     idle = {"device": 4, "status": "sat out: energy"}
@@ -253,7 +257,8 @@ def journal_target() -> Target:
 
 KINDS = (
     "model/w", "velocity/w", "public/w", "moved/conv", "memory/7/w", "memory/-1/w", "memory/x/w",
-    "memory//w", "memory/7", "memory", "memory/", "memoryx/w", "w", "", "/", "/w", "model/",
+    "sizes/recent", "best/w", "sizes", "memory//w", "memory/7", "memory", "memory/", "memoryx/w",
+    "w", "", "/", "/w", "model/",
 )  # fmt: skip
 ROUNDS: tuple[Any, ...] = (0, 1, -1, 2**70, 1.0, True, None, "1", [], {})
 

@@ -469,7 +469,7 @@ class PartsByNumber(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.parts = (6, 4, 6)
+        self.parts = [6, 4, 6]
         self.stem, self.small = nn.Conv2d(3, 16, 3), nn.Conv2d(4, 4, 3, padding=1, groups=4)
         self.wide, self.head = nn.Conv2d(6, 6, 3, padding=1), nn.Linear(16, 5)
 
@@ -545,7 +545,7 @@ class CausalBlock(nn.Module):
         self.norm, self.qkv = nn.LayerNorm(width), InputsFirst(width, 3 * width)
         self.out = InputsFirst(width, width)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor) -> Any:
         shape = (*x.shape[:2], -1, self.size)
         parts = self.qkv(self.norm(x)).split(self.width, dim=2)
         q, k, v = (part.view(shape).transpose(1, 2) for part in parts)

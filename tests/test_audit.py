@@ -7,16 +7,20 @@ what they leave out: exceptions to them, torch.load, and versions.
 from __future__ import annotations
 
 import ast
+import json
 import re
 import tomllib
 from pathlib import Path
 
 import pytest
 
+from supply.lock import lock, read
+from supply.sbom import document
+
 ROOT = Path(__file__).parents[1]
 SOURCES = sorted(
     path
-    for folder in ("src", "benchmarks", "drills", "fuzz")
+    for folder in ("src", "benchmarks", "drills", "fuzz", "supply")
     for path in (ROOT / folder).rglob("*.py")
 )
 MODULES = {"pickle", "cPickle", "dill", "cloudpickle", "shelve", "marshal", "joblib", "yaml"}
@@ -38,6 +42,35 @@ def test_everything_that_is_asked_for_has_one_exact_version() -> None:
     assert len(known) == len(set(known))
     missing = {name_of(item) for item in wanted} - set(known) - {"anycostfl"}
     assert missing == set()
+
+
+def test_what_is_locked_has_a_hash_and_the_version_that_is_pinned() -> None:
+    lines = (ROOT / "constraints.txt").read_text().splitlines()
+    pins = dict(line.split("==") for line in lines if line and not line.startswith("#"))
+    pinned = {name_of(name): version for name, version in pins.items()}
+    locked = read((ROOT / "supply" / "requirements.lock").read_text())
+    assert len(locked) > 90
+    for name, (version, digest) in locked.items():
+        assert re.fullmatch(r"[0-9a-f]{64}", digest), name
+        assert version.partition("+")[0] == pinned[name_of(name)], name
+
+
+def test_the_bill_of_materials_names_everything_that_is_installed() -> None:
+    locked = read((ROOT / "supply" / "requirements.lock").read_text())
+    found = document(locked)
+    parts = {part["name"]: part for part in found["components"]}
+    assert found["metadata"]["component"]["name"] == "anycostfl"
+    assert {"torch", "numpy", "safetensors"} <= parts.keys()
+    assert all(part["purl"].startswith("pkg:pypi/") for part in parts.values())
+    hashed = parts["safetensors"]["hashes"][0]["content"]
+    assert hashed == locked["safetensors"][1]
+    assert json.dumps(found) == json.dumps(document(locked))
+
+
+def test_a_package_without_a_hash_is_not_locked() -> None:
+    item = {"metadata": {"name": "x", "version": "1"}, "download_info": {}}
+    with pytest.raises(SystemExit, match="names no SHA-256"):
+        lock([item])
 
 
 @pytest.mark.parametrize("path", SOURCES, ids=lambda path: str(path.relative_to(ROOT)))

@@ -292,3 +292,47 @@ def test_depthwise_flops_are_counted_per_channel() -> None:
     coupling = trace(conv, [torch.randn(2, 8, 4, 4)])
     assert coupling.flops({}, training=False) == 2 * 8 * 9 * 16
     assert coupling.flops({}) == 2 * 2 * 8 * 9 * 16  # the input needs no gradient
+
+
+def test_a_weight_of_given_norms_shrinks_with_its_layer() -> None:
+    """Norms per filter follow the filter; one norm per tap of the kernel follows nothing."""
+    for dim in (0, 2):
+        conv = nn.utils.parametrizations.weight_norm(nn.Conv1d(4, 8, 3), dim=dim)
+        model = nn.Sequential(conv, nn.ReLU(), nn.Conv1d(8, 5, 1))
+        coupling = trace(model, [torch.randn(2, 4, 9)])
+        (group,) = coupling.groups
+        norms = {slot.tensor for slot in group.slots if "original0" in slot.tensor}
+        assert group.size == 8
+        assert bool(norms) == (dim == 0)
+
+
+def test_pooling_that_sets_strides_lets_channels_through() -> None:
+    class Pooled(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a, self.head = nn.Linear(4, 8), nn.Linear(8, 3)
+
+        def forward(self, x: Tensor) -> Tensor:
+            y = self.a(x).permute(0, 3, 1, 2)  # channels last in memory
+            out: Tensor = self.head(F.adaptive_avg_pool2d(y, 1).flatten(1))
+            return out
+
+    assert trace(Pooled(), [torch.randn(2, 5, 5, 4)]).full() == {"a": 8}
+
+
+def test_of_two_hidden_dimensions_flattened_into_one_only_the_last_moves() -> None:
+    class Outer(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a, self.b, self.head = nn.Linear(4, 6), nn.Linear(4, 5), nn.Linear(30, 3)
+
+        def forward(self, x: Tensor) -> Tensor:
+            pairs = self.a(x)[:, :, None] * self.b(x)[:, None, :]
+            out: Tensor = self.head(pairs.relu().flatten(1))
+            return out
+
+    coupling = trace(Outer(), [torch.randn(2, 4)])
+    assert coupling.full() == {"b": 5}
+    assert {(s.tensor, s.owned) for s in coupling.groups[0].slots} >= {("head.weight", 6)}
+    whys = {pin.reason.why for pin in coupling.pins if pin.tensor == "a.weight"}
+    assert "merges two channel dimensions" in whys

@@ -10,7 +10,7 @@ from anycostfl import config
 from anycostfl.errors import ConfigError, UnknownNameError
 from anycostfl.planning import draw, planner
 
-SPEC = config.config.load_preset("fmnist-iid").fleet
+SPEC = config.load_preset("fmnist-iid").fleet
 ROUNDS = 400
 
 # s per round, J per round, mean α, upload / S: the paper's result table divided by its rounds
@@ -24,7 +24,7 @@ TABLE = {
 
 @pytest.mark.parametrize("preset", sorted(TABLE))
 def test_preset_reproduces_the_papers_table(preset: str) -> None:
-    settings = config.config.load_preset(preset)
+    settings = config.load_preset(preset)
     plans = []
     for index in range(ROUNDS):
         cohort = draw.draw_cohort(settings.fleet, seed=0, round_index=index)

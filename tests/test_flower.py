@@ -20,7 +20,7 @@ from flwr.app import ArrayRecord, Error, Message, RecordDict
 from torch import Tensor
 
 from anycostfl import methods, models
-from anycostfl.cli.serve import _check_close_after
+from anycostfl.cli.serve import _check_policy
 from anycostfl.codec import compress
 from anycostfl.codec.dense import pack_dense
 from anycostfl.config import Config
@@ -931,7 +931,7 @@ def held_back(tmp_path: Path, policy: RoundPolicy, rounds: int) -> list[RoundRes
         device, message = grid.sent[int(name.removeprefix("message-"))]
         return device == 4 and message.metadata.group_id == "0" and "task" in message.content
 
-    grid.pull_messages = pull_later  # type: ignore[method-assign]
+    grid.pull_messages = pull_later  # type: ignore[method-assign,assignment]
     return list(serve_rounds(config, grid, policy))
 
 
@@ -952,5 +952,5 @@ def test_a_round_may_close_early_and_late_replies_are_recorded(tmp_path: Path) -
 
 def test_a_round_closes_early_only_with_the_replies_it_needs(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"--close-after: given 1, must be 0 \(all\) or 2"):
-        _check_close_after(config_of(tmp_path), 1, 2)
-    _check_close_after(config_of(tmp_path), 5, 2)
+        _check_policy(config_of(tmp_path), {}, 0, 2, 1)
+    _check_policy(config_of(tmp_path), {}, 0, 2, 5)

@@ -72,7 +72,16 @@ from anycostfl.flower.messages import (
     write_state,
 )
 from anycostfl.flower.node import Address, Signature
-from anycostfl.flower.superlink import BODY_BYTES, LocalControl, Receive, Scope, Send, is_local
+from anycostfl.flower.superlink import (
+    BODY_BYTES,
+    CLOSED_VARIABLE,
+    OPEN_PATH,
+    LocalControl,
+    Receive,
+    Scope,
+    Send,
+    is_local,
+)
 from anycostfl.planning.cost import Devices, make_devices
 from anycostfl.processes import PARENT, safe_environment
 from anycostfl.runs import begin
@@ -534,6 +543,41 @@ def test_control_is_for_this_machine_only(path: str, caller: str, *, allowed: bo
     asyncio.run(LocalControl(behind)({**scope, "method": "POST"}, receive, send))
     assert reached == ([path] if allowed else [])
     assert allowed or answers[0]["status"] == 403
+
+
+def test_devices_wait_until_all_keys_are_registered(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(CLOSED_VARIABLE, "1")
+    reached: list[str] = []
+
+    async def behind(scope: Scope, _receive: Receive, _send: Send) -> None:
+        reached.append(scope["path"])
+
+    async def ask(control: LocalControl, path: str, caller: str) -> int:
+        answers: list[Any] = []
+
+        async def send(message: Any) -> None:
+            answers.append(message)
+
+        async def receive() -> Any:
+            return {"type": "http.request"}
+
+        scope = {"type": "http", "path": path, "client": (caller, 1), "method": "POST"}
+        await control(scope, receive, send)
+        return int(answers[0]["status"]) if answers else 200
+
+    async def all_of() -> list[int]:
+        control, device = LocalControl(behind), "192.168.1.9"
+        return [
+            await ask(control, "/v1/fleet/activate-node", device),
+            await ask(control, OPEN_PATH, device),  # a stranger cannot open it
+            await ask(control, "/v1/fleet/activate-node", device),
+            await ask(control, "/v1/control/register-node", "127.0.0.1"),
+            await ask(control, OPEN_PATH, "127.0.0.1"),
+            await ask(control, "/v1/fleet/activate-node", device),
+        ]
+
+    assert asyncio.run(all_of()) == [503, 403, 503, 200, 200, 200]
+    assert reached == ["/v1/control/register-node", "/v1/fleet/activate-node"]
 
 
 @pytest.mark.parametrize(("parts", "read"), [(6, True), (7, False), (7000, False)])
@@ -1026,3 +1070,27 @@ def test_a_device_that_waited_long_for_its_server_outlasts_the_first_refusals(
     answers = iter(["refused"] * 1000)
     with pytest.raises(node.RefusedError, match="refuses this device"):
         node.enter(address, server, b"key")
+
+
+def test_a_device_asks_less_often_when_idle_or_when_the_server_is_busy(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    clock = [0.0]
+    monkeypatch.setattr(node, "time", SimpleNamespace(monotonic=lambda: clock[0]))
+    pace = node.Pace()
+
+    def pauses(count: int, took_s: float) -> list[float]:
+        found = []
+        for _ in range(count):
+            found.append(pace.rest(took_s))
+            clock[0] += found[-1] + took_s
+        return found
+
+    pace.hurry()
+    soon = pauses(8, 0.005)
+    assert soon[0] == node.POLL_MIN_S
+    assert soon[-1] == node.POLL_MAX_S
+    assert pauses(200, 0.005)[-1] == node.POLL_IDLE_S
+    pace.hurry()
+    assert pauses(1, 0.3)[0] == pytest.approx(6.0)
+    assert pauses(1, 30.0)[0] == node.POLL_IDLE_S

@@ -13,7 +13,7 @@ import torch
 
 from anycostfl import methods
 from anycostfl.config import load_preset
-from anycostfl.device import Reply, learn_honestly
+from anycostfl.device import Reply, Trained, learn_honestly
 from anycostfl.experiment import load_data
 from anycostfl.fleets.simulated import InProcess, SimulatedFleet
 from anycostfl.loop import run_rounds
@@ -47,10 +47,11 @@ class Liar:
     factor: float
     device: int
 
-    def learn(self, runtime: Any, sub: Any, samples: Any, job: Any) -> State:
-        update = learn_honestly(runtime, sub, samples, job)
+    def learn(self, runtime: Any, sub: Any, samples: Any, job: Any) -> Trained:
+        trained = learn_honestly(runtime, sub, samples, job)
         factor = self.factor if job.device == self.device else 1.0
-        return {name: factor * tensor for name, tensor in update.items()}
+        update = {name: factor * tensor for name, tensor in trained.update.items()}
+        return replace(trained, update=update)
 
 
 @dataclass(slots=True)
@@ -177,17 +178,15 @@ def test_a_collapsed_model_is_taken_back_and_the_journal_says_so(tmp_path: Path)
     config = small_config(tmp_path, *FLEET, "aggregation.rollback=true", "run.checkpoint_every=1")
     experiment, fleet = small_fleet(config)
     result = next(iter(run_rounds(experiment, fleet)))
-    state, record = result.state, result.record
-    best = None
+    state, record = replace(result.state, metrics=()), result.record
     for value in (0.1, 0.3, 0.5, 0.55, 0.57):
         scored = with_score(replace(record, metric=None), Score(value, {}))
-        state, scored = keep_best(experiment, replace(state, metrics=state.metrics[1:]), scored)
-        state = replace(state, metrics=(0.0, *state.metrics)) if len(state.metrics) < 5 else state
-        best = state.weights
+        state, scored = keep_best(experiment, state, scored)
+        assert scored.remark == ""
     noise = {n: torch.randn_like(t) for n, t in state.weights.items()}
     fallen = replace(state, weights=noise, velocity=noise)
     back, said = keep_best(experiment, fallen, with_score(record, Score(0.03, {})))
-    assert back.weights is best
+    assert all(torch.equal(back.weights[n], w) for n, w in state.weights.items())
     assert back.velocity == {}
     assert said.metric == 0.57
     assert said.remark == "the model collapsed to 3.00 %: back to 57.00 %"

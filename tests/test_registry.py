@@ -61,7 +61,7 @@ def test_several_folders_are_named_as_in_path(
         ("import nothing_of_that_name", "ModuleNotFoundError.*nothing_of_that_name"),
         ("def METHOD(:", "SyntaxError"),
         ("METHODS = 1", r"own_method\.py has no constant METHOD"),
-        ("METHOD = 5", r"own_method\.py: METHOD and VARIANTS have to be of type Method"),
+        ("METHOD = 5", r"own_method\.py: METHOD and VARIANTS must be Methods"),
     ],
 )
 def test_a_bad_file_is_refused_with_the_reason(

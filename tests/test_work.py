@@ -186,6 +186,21 @@ def test_strict_runs_keep_every_budget(name: str, tmp_path: Path) -> None:
         assert any(d.work < 1 for d in done)
 
 
+@pytest.mark.parametrize("name", EVERY)
+def test_strict_plans_keep_to_memory(name: str) -> None:
+    """Half of the devices have room for 0.6 of the full width, one for less than any."""
+    config = load_preset("demo", ["run.budgets=strict"])
+    devices = draw_cohort(config.fleet, seed=0, round_index=0).devices
+    room = np.where(np.arange(len(devices)) % 2, 0.6, 1.0)
+    room[0] = 0.1
+    devices = replace(devices, memory_bytes=1e8 * room, memory_width_bytes=np.full(len(room), 1e8))
+    method = config.method_of(name)
+    planned = method.plan(devices, config.workload, config.limits_of(name))
+    assert np.all(planned.alpha[planned.feasible] <= room[planned.feasible] + 1e-9)
+    assert not planned.feasible[0]
+    assert planned.feasible.any()
+
+
 def test_budgets_of_the_papers_own_leave_work_alone() -> None:
     config = load_preset("demo")
     devices = draw_cohort(config.fleet, seed=0, round_index=0).devices

@@ -21,7 +21,7 @@ import os
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from importlib import import_module
 from typing import Annotated, Any
 
@@ -37,6 +37,7 @@ from anycostfl.feedback import encode_with_feedback, no_residual
 from anycostfl.methods import Method
 from anycostfl.metrics import Metric
 from anycostfl.records.round import Measured
+from anycostfl.server.privacy import NOISE, Privacy, privatise, system_noise
 from anycostfl.shrink import ElasticModel, Order, SubModel
 from anycostfl.shrink.widths import Region, put, take
 from anycostfl.state import State
@@ -233,6 +234,21 @@ def learn_honestly(runtime: DeviceRuntime, sub: SubModel, samples: Samples, job:
         if len(samples) > 1:
             raise  # a mistake in the model
         raise UpdateError(f"one sample is too few for this model: {error}") from error
+
+
+def learn_privately(learn: Learn, privacy: Privacy) -> Learn:
+    """The same with the update clipped and noise on it, which the seed of the job decides.
+
+    Unless it is secret: the server knows the seed, and could take seeded noise off again.
+    """
+
+    def learn_it(runtime: DeviceRuntime, sub: SubModel, samples: Samples, job: Job) -> Trained:
+        trained = learn(runtime, sub, samples, job)
+        seeded = torch.Generator().manual_seed(job.seed ^ NOISE)
+        noise = system_noise() if privacy.secret else seeded
+        return replace(trained, update=privatise(trained.update, privacy, noise))
+
+    return learn_it
 
 
 def train(

@@ -14,6 +14,7 @@ import enum
 import hashlib
 import math
 import statistics
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
@@ -49,6 +50,7 @@ from anycostfl.server.aggregate import (
     weighted_means,
 )
 from anycostfl.server.downlink import Ledger, Step, first_public, ledger_of
+from anycostfl.server.privacy import private_means, system_noise
 from anycostfl.server.robust import agreements, ranked_means
 from anycostfl.server.suspensions import Agreement, Suspensions, suspensions_after
 from anycostfl.shrink import Order, WidthPlan, recalibrate
@@ -86,6 +88,7 @@ class ServerState:
     sizes: tuple[float, ...] = ()  # of updates of earlier rounds (`Robustness.history`)
     best: State = field(default_factory=dict)  # weights to go back to (`Robustness.rollback`)
     metrics: tuple[float, ...] = ()  # of all evaluations so far
+    taken: Counter[int] = field(default_factory=Counter)  # how often each device took part
 
     def checkpoint(self) -> Checkpoint:
         """What has to be saved; the rest follows from the journal."""
@@ -128,10 +131,17 @@ def restored_state(
         fitted=point["fitted"],
         suspensions=suspensions_after(records, experiment.config.gate),
         ledger=ledger_of(records),
-        sizes=tuple(point["sizes"].get("recent", torch.zeros(0)).tolist()),
+        sizes=_sizes_in(point),
         best=point["best"],
         metrics=tuple(r.metric for r in records if r.metric is not None),
+        taken=Counter(d.device for r in records for d in r.devices if d.status is Status.OK),
     )
+
+
+def _sizes_in(point: Checkpoint) -> tuple[float, ...]:
+    """The sizes in a checkpoint, which may be a stranger's."""
+    kept = point["sizes"].get("recent", torch.zeros(0)).double().flatten().tolist()
+    return tuple(size for size in kept if 0 < size < math.inf)
 
 
 # --- what the server tells each device ------------------------------------------------------------
@@ -142,6 +152,7 @@ class Purpose(enum.IntEnum):
 
     SHUFFLE = 101
     QUANTIZE = 102
+    NOISE = 103
 
 
 def draw_seed(seed: int, round_index: int, device: int, purpose: Purpose) -> int:
@@ -293,6 +304,8 @@ def assign(
     samples = cohort.devices.samples[able] if method.by_samples else np.ones(len(able))
     weights = method.weigh(strategies.alpha[able], strategies.quality[able], samples)
     weights = capped(weights, experiment.config.aggregation.max_weight or 0.0)
+    if experiment.config.privacy.mode == "central":
+        weights = np.full(len(able), 1.0 / len(able))
     return [
         _assign_one(experiment, cohort, strategies, number, (i, weight))
         for i, weight in zip(able.tolist(), weights.tolist(), strict=True)
@@ -390,7 +403,9 @@ def close_round(
     outcomes = receive(method, plan.assignments, replies)
     outcomes = exclude(experiment, state, _enough(outcomes, min_replies))
     updates = accepted(experiment, outcomes, state.sizes)
-    if rules.combine == "mean":
+    if experiment.config.privacy.mode == "central":
+        moves = _private_means(experiment, state, outcomes, plan.number)
+    elif rules.combine == "mean":
         moves = weighted_means(state.weights, updates, rules.least)
     else:
         moves = ranked_means(state.weights, list(updates), rules)
@@ -407,12 +422,17 @@ def close_round(
     devices += tuple(late.record() for late in plan.offers.late)
     step_bytes = plan.step.size if plan.step else 0
     record = RoundRecord(plan.number, None, devices, step_bytes, remark=remark)
+    taken, privacy = state.taken.copy(), experiment.config.privacy
+    taken.update(d.device for d in devices if d.status is Status.OK)
+    if privacy.mode != "none":
+        record = replace(record, epsilon=privacy.spent(max(taken.values(), default=0)))
     state = replace(
         state,
         rounds=plan.number + 1,
         suspensions=state.suspensions.after(record, experiment.config.gate),
         ledger=state.ledger.after(record) if plan.step else state.ledger,
         sizes=_remembered(experiment, state.sizes, outcomes),
+        taken=taken,
     )
     return state, record
 
@@ -423,6 +443,21 @@ def _remembered(
     """The sizes of updates of the latest rounds; those that were not used say something, too."""
     kept = (experiment.config.aggregation.history or 0) * experiment.config.fleet.cohort
     return (*earlier, *(o.size for o in outcomes if o.size > 0))[-kept:] if kept else ()
+
+
+def _private_means(
+    experiment: Experiment, state: ServerState, outcomes: Sequence[Outcome], number: int
+) -> Mapping[str, Move]:
+    """The updates' sum with noise: the noise bounds what one device can do, too."""
+    config = experiment.config
+    random = torch.Generator().manual_seed(draw_seed(config.run.seed, number, 0, Purpose.NOISE))
+    return private_means(
+        {name: state.weights[name] for name in experiment.trained},
+        accepted(experiment, outcomes, clip=0.0),
+        config.privacy,
+        config.fleet.cohort,
+        system_noise() if config.privacy.secret else random,
+    )
 
 
 def moved_by(experiment: Experiment, state: ServerState, moves: Mapping[str, Move]) -> ServerState:
@@ -505,14 +540,19 @@ def _enough(outcomes: Sequence[Outcome], least: int) -> list[Outcome]:
 
 
 def accepted(
-    experiment: Experiment, outcomes: Sequence[Outcome], earlier: Sequence[float] = ()
+    experiment: Experiment,
+    outcomes: Sequence[Outcome],
+    earlier: Sequence[float] = (),
+    *,
+    clip: float | None = None,
 ) -> Iterator[Contribution]:
     """The updates that count, decoded again one at a time to bound memory.
 
-    `earlier` are sizes of updates of earlier rounds.
+    `earlier` are sizes of updates of earlier rounds; `clip`, if given, takes the rules' place.
     """
+    clip = experiment.config.aggregation.clip if clip is None else clip
     # An excluded device still counts for the median: fewer honest ones would shift it.
-    bound = clip_bound((o.size for o in outcomes), experiment.config.aggregation.clip, earlier)
+    bound = clip_bound((o.size for o in outcomes), clip, earlier)
     factors = factors_of(experiment, outcomes)
     for outcome in outcomes:
         if outcome.status is Status.OK:

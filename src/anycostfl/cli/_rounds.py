@@ -186,7 +186,7 @@ def conclude(
         return
     title = f"{config.summary or folder.name}: {len(records)} rounds of {config.run.method}"
     share = _share_of_whole_models(config, records)
-    words = in_words(summary, config.metric, share, real=real)
+    words = in_words(summary, config.metric, share, real=real, delta=config.privacy.delta)
     words |= {f"{budget} budget": kept for budget, kept in over_budget(records).items()}
     print_table(title, ("", ""), list(words.items()))
     say(f"Everything is in {folder}; to look at it, open {folder / PAGE}")
@@ -206,13 +206,20 @@ def nothing_learnt(records: Records) -> str:
 
 
 def in_words(
-    summary: Mapping[str, Any], info: MetricInfo, share: str = "", *, real: bool = False
+    summary: Mapping[str, Any],
+    info: MetricInfo,
+    share: str = "",
+    *,
+    real: bool = False,
+    delta: float = 0.0,
 ) -> dict[str, str]:
     """What a run came to, for a person; what did not happen is not mentioned."""
     words = {}
     if summary["final"] is not None:
         words[info.name] = f"{info.show(summary['final'])}, at best {info.show(summary['best'])}"
     words |= {name: _other(name, value, info) for name, value in summary["others"].items()}
+    if summary["epsilon"] is not None:
+        words["privacy"] = f"ε {summary['epsilon']:.3g} at most for any device, at δ {delta:g}"
     words["cost"] = spent(summary["simulated_minutes"], summary["energy_kj"], real=real)
     up, down = (amount(1e6 * summary[key], "B") for key in ("uploaded_mb", "downloaded_mb"))
     words["bytes"] = f"{up} up{share}, {down} down"

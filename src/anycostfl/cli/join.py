@@ -35,6 +35,11 @@ DATA = (
 
 
 Rate = Annotated[float, Option(help="Uplink in bits per second; 0: as in the profile")]
+Methods = Annotated[str, Option(help="Methods to take part in, by commas; empty: all")]
+MaxEpochs = Annotated[int, Option(help="Local epochs to train at most; 0: any")]
+MinBatch = Annotated[int, Option(help="Samples of a batch at the least; 0: any")]
+ClipNorm = Annotated[float, Option(help="Norm that updates are scaled down to; 0: any")]
+Noise = Annotated[float, Option(help="Noise on updates, in multiples of --clip-norm; 0: none")]
 Joules = Annotated[float, Option(help="Energy budget of a round, in joules; 0: no limit")]
 Seconds = Annotated[float, Option(help="Latency budget of a round; 0: as in the experiment")]
 Memory = Annotated[float, Option(help="Bytes that this process may take to train; 0: no limit")]
@@ -70,9 +75,11 @@ def join(
     split: Split = False,
     all_data: AllData = False,
     threads: Annotated[int, Option(help="Training threads; 0: one per core")] = 0,
-    methods: Annotated[str, Option(help="Methods to take part in, by commas; empty: all")] = "",
-    max_epochs: Annotated[int, Option(help="Local epochs to train at most; 0: any")] = 0,
-    min_batch: Annotated[int, Option(help="Samples of a batch at the least; 0: any")] = 0,
+    methods: Methods = "",
+    max_epochs: MaxEpochs = 0,
+    min_batch: MinBatch = 0,
+    clip_norm: ClipNorm = 0.0,
+    noise: Noise = 0.0,
     patience_s: Patience = 0.0,
     insecure: Insecure = False,
 ) -> None:
@@ -96,9 +103,10 @@ def join(
     learnt = {"confidence": confidence, "state": _state(state, bundle or key)}
     how = {"believe": believe, "set_clock": set_clock, "data": data, "split": split}
     allowed = {"methods": methods, "max_epochs": max_epochs, "min_batch": min_batch}
+    private = {"clip_norm": clip_norm, "noise": noise}
     given = bundles.Identity(server, device, trust, key)
     with bundles.identity_of(bundle) if bundle else nullcontext(given) as who:
-        table = {**budgets, **hardware, **learnt, **how, **allowed}
+        table = {**budgets, **hardware, **learnt, **how, **allowed, **private}
         _take_part(who, table, patience_s, insecure=insecure)
 
 
@@ -186,19 +194,16 @@ def _setup_problems(setup: Setup) -> list[str]:
     for name, value in numbers.items():
         if not 0 <= value < math.inf:
             problems.append(f"{name}: given {value:g}, must be >= 0")
+    if not 0 <= setup.noise < math.inf or not 0 <= setup.clip_norm < math.inf:
+        problems.append("--noise, --clip-norm: must be >= 0")
+    if (setup.noise > 0) != (setup.clip_norm > 0):
+        problems.append("--noise and --clip-norm: one without the other; give both or none")
     if setup.profile:
         load_profile(setup.profile)  # before anything else is said about it
     if not 0.5 <= setup.confidence < 1:
         problems.append(f"--confidence: given {setup.confidence:g}, must be from 0.5 to below 1")
     if setup.believe:
-        needed = {"--rate-bps": setup.rate_bps, "--energy-j": setup.energy_j}
-        if setup.profile:
-            needed["--rate-bps"] = setup.rate_bps or load_profile(setup.profile).rate_bps or 0.0
-        else:
-            problems.append("--believe: needs --profile")
-        for name, value in needed.items():
-            if not value > 0:
-                problems.append(f"{name}: needed with --believe")
+        problems += _belief_problems(setup)
     elif setup.energy_j and not setup.profile and not has_meter():
         problems.append(
             "--energy-j: needs a meter on this machine (RAPL, INA3221, a battery), or a --profile "
@@ -207,6 +212,16 @@ def _setup_problems(setup: Setup) -> list[str]:
     if setup.data.endswith(".npz") and not Path(setup.data).is_file():
         problems.append(f"--data: there is no file {setup.data}")
     return problems
+
+
+def _belief_problems(setup: Setup) -> list[str]:
+    """What a device must say to plan with its profile alone."""
+    problems = [] if setup.profile else ["--believe: needs --profile"]
+    needed = {"--rate-bps": setup.rate_bps, "--energy-j": setup.energy_j}
+    if setup.profile:
+        needed["--rate-bps"] = setup.rate_bps or load_profile(setup.profile).rate_bps or 0.0
+    missing = [name for name, value in needed.items() if not value > 0]
+    return problems + [f"{name}: needed with --believe" for name in missing]
 
 
 def _leave(number: int, _frame: FrameType | None) -> None:

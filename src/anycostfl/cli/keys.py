@@ -15,6 +15,16 @@ from anycostfl.errors import ConfigError
 PASSPHRASE = "ANYCOSTFL_PASSPHRASE"  # noqa: S105 - the name of an environment variable
 SHORTEST = 12  # characters of a passphrase
 
+RenewServer = Annotated[
+    bool, Option("--renew-server", help="Replace the server's key and certificate")
+]
+RenewAuthority = Annotated[
+    bool, Option("--renew-authority", help="Replace the authority too: if a key of it leaked")
+]
+Passphrase = Annotated[
+    bool, Option("--passphrase", help=f"ca.key is encrypted; asked for, or ${PASSPHRASE}")
+]
+
 
 def keys(
     devices: Annotated[list[str] | None, Argument(help="Names of devices")] = None,
@@ -27,15 +37,9 @@ def keys(
     port: Annotated[int, Option(min=1, max=65535, help="Port of the server, for bundles")] = 9443,
     renew: Annotated[list[str] | None, Option(help="Replace the key of this device")] = None,
     revoke: Annotated[list[str] | None, Option(help="Delete the key of this device")] = None,
-    renew_server: Annotated[
-        bool, Option("--renew-server", help="Replace the server's key and certificate")
-    ] = False,
-    renew_authority: Annotated[
-        bool, Option("--renew-authority", help="Replace the authority too: if a key of it leaked")
-    ] = False,
-    passphrase: Annotated[
-        bool, Option("--passphrase", help=f"ca.key is encrypted; asked for, or ${PASSPHRASE}")
-    ] = False,
+    renew_server: RenewServer = False,
+    renew_authority: RenewAuthority = False,
+    passphrase: Passphrase = False,
     json: Json = False,
 ) -> None:
     """Create what is missing: an authority, the server's certificate, a key for each named device.

@@ -18,6 +18,7 @@ SHOWN = {
     "method": ("method", ""),
     "rounds": ("rounds", ""),
     "final": ("metric", ""),
+    "epsilon": ("privacy ε", ".4g"),
     "simulated_minutes": ("simulated minutes", ".4g"),
     "energy_kj": ("energy, kJ", ".4g"),
     "uploaded_mb": ("uploaded, MB", ".4g"),

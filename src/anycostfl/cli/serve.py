@@ -28,6 +28,16 @@ if TYPE_CHECKING:
     from anycostfl.flower.link import ServerOptions
 
 
+Insecure = Annotated[bool, Option("--insecure", help="No TLS and no keys: anyone may join")]
+Metrics = Annotated[
+    str, Option(metavar="PORT", help="Serve metrics for Prometheus at this port or HOST:PORT")
+]
+MinReplies = Annotated[
+    int, Option(help="With fewer, a round changes nothing; 0: 2, if the cohort allows")
+]
+CloseAfter = Annotated[int, Option(help="Replies that end a round before its deadline; 0: all")]
+
+
 def serve(
     preset: shared.MaybePreset = None,
     set_: shared.Overrides = None,
@@ -36,21 +46,13 @@ def serve(
     host: Annotated[str, Option(help="Address to listen on")] = "0.0.0.0",  # noqa: S104
     port: Annotated[int, Option(help="Port to listen on; devices need none")] = 9443,
     keys: Annotated[Path, Option(help="Folder written by `anycostfl keys`")] = Path("keys"),
-    insecure: Annotated[
-        bool, Option("--insecure", help="No TLS and no keys: anyone may join")
-    ] = False,
+    insecure: Insecure = False,
     wait_for: Annotated[int, Option(help="Devices to wait for; 0: a full cohort")] = 0,
-    min_replies: Annotated[
-        int, Option(help="With fewer, a round changes nothing; 0: 2, if the cohort allows")
-    ] = 0,
-    close_after: Annotated[
-        int, Option(help="Replies that end a round before its deadline; 0: all")
-    ] = 0,
+    min_replies: MinReplies = 0,
+    close_after: CloseAfter = 0,
     deadline_s: Annotated[float, Option(help="Deadline of a round, in seconds")] = 120.0,
     patience_s: Annotated[float, Option(help="Seconds to wait for devices")] = 600.0,
-    metrics: Annotated[
-        str, Option(metavar="PORT", help="Serve metrics for Prometheus at this port or HOST:PORT")
-    ] = "",
+    metrics: Metrics = "",
     track: shared.Track = None,
     json: Json = False,
     rounds: shared.TotalRounds = None,
@@ -59,14 +61,13 @@ def serve(
     need_flower()
     hush_flower()
     from anycostfl.flower.fleet import RoundPolicy  # noqa: PLC0415
-    from anycostfl.flower.keys import KeyFolder, check_expiry  # noqa: PLC0415 - optional
+    from anycostfl.flower.keys import KeyFolder  # noqa: PLC0415 - optional
     from anycostfl.flower.link import ServerOptions, check_port, open_superlink  # noqa: PLC0415
     from anycostfl.flower.server import server_experiment  # noqa: PLC0415
 
     folder = None if insecure else KeyFolder(keys)
     if folder:
         _check_keys(folder)
-        note(*check_expiry(folder))
     check_port(host, port)
     before, name = None, preset or "demo"
     if resume is not None:
@@ -75,15 +76,13 @@ def serve(
     config = for_devices(before.config if before else shared.load_config(name, set_, rounds))
     min_replies = min_replies or min(2, config.fleet.cohort)
     seconds = {"--deadline-s": deadline_s, "--patience-s": patience_s}
-    _check_policy(config, seconds, wait_for, min_replies)
-    _check_close_after(config, close_after, min_replies)
+    _check_policy(config, seconds, wait_for, min_replies, close_after)
     if before is None:
         server_experiment(config)  # before the folder: if this fails, none is left
     writer = open_folder(before, out_dir, name, config)
     records = before.records if before else []
-    policy = RoundPolicy(
-        deadline_s, wait_for or config.fleet.cohort, min_replies, patience_s, close_after
-    )
+    wait_for = wait_for or config.fleet.cohort
+    policy = RoundPolicy(deadline_s, wait_for, min_replies, patience_s, close_after)
     options = ServerOptions(writer.folder, host, port, folder, policy)
     with (
         tracking(track or (), writer.folder, asdict(config), metrics) as sinks,
@@ -91,8 +90,8 @@ def serve(
     ):
         if not json:
             _announce(options, config)
-        finished = superlink.follow(config.run.rounds)
-        stopped = follow(finished, records, config, writer.folder, quiet=json, sinks=sinks)
+        done = superlink.follow(config.run.rounds)
+        stopped = follow(done, records, config, writer.folder, quiet=json, sinks=sinks)
     conclude(config, writer.folder, records, stopped=stopped, json=json, real=True)
     if not json:
         _show_wire(records, superlink.restarts)
@@ -103,16 +102,20 @@ def serve(
 
 
 def _check_keys(folder: KeyFolder) -> None:
+    """Refuse keys that are missing or expired; warn about those that will be soon."""
+    from anycostfl.flower.keys import check_expiry  # noqa: PLC0415 - optional
+
     needed = (folder.authority, folder.certificate, folder.certificate_key)
     if missing := [str(path) for path in needed if not path.is_file()]:
         raise ConfigError(
             [f"--keys: there is no {', '.join(missing)}. Make it with `anycostfl keys --host "
              "ADDRESS DEVICE …`; --insecure does without"]
         )  # fmt: skip
+    note(*check_expiry(folder))
 
 
 def _check_policy(
-    config: Config, seconds: Mapping[str, float], wait_for: int, min_replies: int
+    config: Config, seconds: Mapping[str, float], wait_for: int, min_replies: int, close_after: int
 ) -> None:
     """Refuse to wait for no time, more devices than there are, or more replies than tasks."""
     devices, cohort = config.fleet.devices, config.fleet.cohort
@@ -124,18 +127,13 @@ def _check_policy(
         )
     if not 1 <= min_replies <= cohort:
         problems.append(f"--min-replies: given {min_replies}, must be 1 to {cohort} (fleet.cohort)")
+    elif close_after and not min_replies <= close_after <= cohort:
+        problems.append(
+            f"--close-after: given {close_after}, must be 0 (all) or {min_replies} "
+            f"(--min-replies) to {cohort} (fleet.cohort)"
+        )
     if problems:
         raise ConfigError(problems)
-
-
-def _check_close_after(config: Config, close_after: int, min_replies: int) -> None:
-    """A round that is closed early has at least the replies that it needs."""
-    cohort = config.fleet.cohort
-    if close_after and not min_replies <= close_after <= cohort:
-        raise ConfigError(
-            [f"--close-after: given {close_after}, must be 0 (all) or {min_replies} "
-             f"(--min-replies) to {cohort} (fleet.cohort)"]
-        )  # fmt: skip
 
 
 def for_devices(config: Config) -> Config:
@@ -144,6 +142,11 @@ def for_devices(config: Config) -> Config:
     Defences that are off in simulation unless asked for are on.
     """
     reject_attacks(config.attack)
+    if config.privacy.mode == "local":
+        raise ConfigError(
+            ["privacy.mode: given local, which a server cannot give: every owner does, with "
+             "`anycostfl join --clip-norm 1 --noise 1`"]
+        )  # fmt: skip
     reject_simulated_only(config.fleet)
     precision = config.training.precision
     training = replace(config.training, precision="fp32" if precision == "auto" else precision)
@@ -151,6 +154,7 @@ def for_devices(config: Config) -> Config:
         config,
         training=training,
         run=replace(config.run, checkpoint_every=1),
+        privacy=replace(config.privacy, secret=True),
         aggregation=served(config.aggregation),
         limits=replace(config.limits, claims=config.limits.claims or "median"),
     )

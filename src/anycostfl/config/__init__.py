@@ -26,6 +26,7 @@ from anycostfl.planning.cost import Devices, Workload
 from anycostfl.planning.draw import FleetSpec, Profile
 from anycostfl.planning.strategy import Caps, Limits, Strategies
 from anycostfl.server.aggregate import ServerOptimizer
+from anycostfl.server.privacy import Privacy
 from anycostfl.server.robust import Robustness
 from anycostfl.server.suspensions import Gate
 from anycostfl.shrink import ElasticModel
@@ -130,6 +131,7 @@ class Config:
     aggregation: Robustness = field(default_factory=Robustness)
     server_optimizer: ServerOptimizer = field(default_factory=ServerOptimizer)
     gate: Gate = field(default_factory=Gate)
+    privacy: Privacy = field(default_factory=Privacy)
     attack: Attack = field(default_factory=Attack)
     metric: MetricInfo = field(default_factory=MetricInfo)  # of the task, if not said otherwise
     upload_ratio: Mapping[str, float] = field(default_factory=dict)
@@ -144,6 +146,7 @@ class Config:
             problems.append(
                 f"aggregation.least: given {rules.least}, must be <= fleet.cohort ({fleet.cohort})"
             )
+        problems += _privacy_problems(values)
         for name, ratio in (values.get("upload_ratio") or {}).items():
             key = f"upload_ratio.{name}"
             try:
@@ -190,6 +193,33 @@ class Config:
         """The strategy of every device, as the method of the run plans it (Sec. IV)."""
         name = self.run.method
         return self.method_of(name).plan(devices, self.workload, self.limits_of(name))
+
+
+def _privacy_problems(values: Mapping[str, Any]) -> list[str]:
+    """What has no bound on what one device adds to a model (`server.privacy`)."""
+    privacy, run, rules = (values.get(key) for key in ("privacy", "run", "aggregation"))
+    if privacy is None or run is None or privacy.mode == "none":
+        return []
+    problems, given = [], f"privacy.mode: given {privacy.mode}"
+    feedback = values["compression"].feedback if values.get("compression") else None
+    with suppress(UnknownNameError):  # told with all other problems
+        if methods.load(run.method).feedback if feedback is None else feedback:
+            problems.append(
+                f"{given}, which error feedback breaks: residuals return what clipping cut off; "
+                "set compression.feedback=false or choose a method without it"
+            )
+        if privacy.mode == "central" and methods.load(run.method).rescale:
+            problems.append(f"{given}, without {run.method}: its factors follow from all devices")
+    if privacy.mode == "central" and rules:
+        wrong = {"agree": rules.agree, "least": rules.least > 1, "combine": rules.combine != "mean"}
+        problems += [
+            f"{given}, without aggregation.{name}: it lets one update change how others count"
+            for name, bad in wrong.items()
+            if bad
+        ]
+    if (data := values.get("data")) and data.evaluate == "devices":
+        problems.append(f"{given}, without data.evaluate=devices: metrics tell about the data")
+    return problems
 
 
 def preset_names() -> list[str]:

@@ -88,12 +88,9 @@ def reshape(tracer: Tracer, call: Call) -> Results:
         block = [call.labels[i] for i in before]
         sizes = [result.shape[i] for i in after]
         flat = _merge(tracer, call, block, [source.shape[i] for i in before])
-        if flat is not None and len(after) > 1:
-            flat = tracer.unmerge(flat, sizes)
-        parts = (
-            _split(tracer, flat, sizes) if not isinstance(flat, tuple) else dict(enumerate(flat))
-        )
-        for axis, label in parts.items():
+        parts = tracer.unmerge(flat, sizes) if flat is not None and len(after) > 1 else flat
+        split = dict(enumerate(parts)) if isinstance(parts, tuple) else _split(tracer, parts, sizes)
+        for axis, label in split.items():
             out[after[axis]] = label
     return [out]
 
@@ -420,6 +417,17 @@ def attention(tracer: Tracer, call: Call) -> Results:
 def batch_norm(tracer: Tracer, call: Call) -> Results:
     """Per-channel statistics and affine parameters move with their channel."""
     return _norm(tracer, call, [(1, 0)])
+
+
+@rule("_weight_norm_interface")
+def weight_norm(tracer: Tracer, call: Call) -> Results:
+    """A weight of given norms along one dimension; sums over the others do not see their order."""
+    weight, norms = call.inputs
+    labels, dim = list(tracer.labels(weight)), call.dim()
+    if norms.dim() == weight.dim() and norms.shape[dim] > 1:
+        labels[dim] = tracer.unite(call, [labels[dim], tracer.labels(norms)[dim]])
+    kept = [label if d == dim else None for d, label in enumerate(labels)]
+    return [labels, kept if call.outputs[1].dim() == len(kept) else [None] * call.outputs[1].dim()]
 
 
 @rule("native_group_norm")

@@ -171,7 +171,7 @@ def _start(shared: Shared) -> None:
     net = elastic(module, example, config.model.widths)
     method = config.method_of(config.run.method)
     runtime = DeviceRuntime(task, method, net, config.training, config.workload.epochs)
-    _devices.append(InProcess(runtime, shared.holdings, shared.attackers))
+    _devices.append(InProcess(runtime, shared.holdings, shared.attackers, config.privacy))
 
 
 def _exit_with_parent() -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol, Self
 
 import numpy as np
@@ -19,12 +19,21 @@ from torch import Tensor
 from anycostfl.config import profiles_of
 from anycostfl.data.samples import Dataset, Samples
 from anycostfl.data.split import Partition
-from anycostfl.device import TEST_CHUNK, DeviceRuntime, Job, Reply, learn_honestly
+from anycostfl.device import (
+    TEST_CHUNK,
+    DeviceRuntime,
+    Job,
+    Learn,
+    Reply,
+    learn_honestly,
+    learn_privately,
+)
 from anycostfl.experiment import Experiment
 from anycostfl.fleets.attackers import Attackers, choose_attackers
 from anycostfl.metrics import Score, score
 from anycostfl.planning.draw import choose, draw_cohort, present
 from anycostfl.rounds import Offers, RoundPlan
+from anycostfl.server.privacy import Privacy
 from anycostfl.server.suspensions import Suspensions
 from anycostfl.state import State
 
@@ -82,6 +91,7 @@ class InProcess:
     runtime: DeviceRuntime
     holdings: Holdings
     attackers: Attackers | None = None
+    privacy: Privacy = field(default_factory=Privacy)
 
     def perform(self, jobs: Sequence[Job]) -> Iterator[Reply]:
         """The replies, in the order of the jobs."""
@@ -94,7 +104,9 @@ class InProcess:
     def perform_one(self, job: Job) -> Reply:
         """Cut the device's sub-model and let the device train it on its own samples."""
         sub, samples = self.runtime.net.shrink(job.alpha), self.holdings.samples_of(job.device)
-        learn = self.attackers.learn if self.attackers else learn_honestly
+        learn: Learn = self.attackers.learn if self.attackers else learn_honestly
+        if self.privacy.mode == "local":
+            learn = learn_privately(learn, self.privacy)
         return self.runtime.perform(sub, samples, job, learn)
 
     def measure_chunk(self, start: int) -> list[Tensor]:
@@ -122,7 +134,7 @@ class SimulatedFleet:
         self._memories = dict(memories or {})
         fleet, seed = self._config.fleet, self._config.run.seed
         attackers = choose_attackers(self._config.attack, fleet.devices, seed)
-        self._local = InProcess(experiment.runtime, holdings, attackers)
+        self._local = InProcess(experiment.runtime, holdings, attackers, self._config.privacy)
         self._executor: Executor = self._local
         # Now, not in __enter__: if data cannot be shared, no run directory is begun.
         self._context, self._stack = executor(self._local), ExitStack()

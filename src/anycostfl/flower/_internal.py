@@ -86,6 +86,9 @@ log = logging.getLogger("flwr").log  # Flower's own logger, which its processes 
 
 ANSWER_BYTES = 32 << 20  # Flower sends messages in parts of 5 MiB
 MESSAGE_BYTES = memory_bytes() // 2
+CONNECTIONS = 2  # of a device: Flower fetches parts of a message by ten at once, a handshake each
+PULL_S = 300.0  # until all parts of a message are there; the sender may be busy with others'
+KEEP_S = 25.0  # for the next request: a handshake costs more than many requests
 TIMEOUT_S = 30.0  # of a request, as Flower has it
 
 
@@ -152,7 +155,8 @@ class BoundedAnswers(httpx.BaseTransport):
     """Plain HTTP, with a limit on one answer and on all answers that make up a message."""
 
     def __init__(self, verify: ssl.SSLContext | bool) -> None:
-        self._inner = httpx.HTTPTransport(verify=verify)
+        limits = httpx.Limits(max_connections=CONNECTIONS, keepalive_expiry=KEEP_S)
+        self._inner = httpx.HTTPTransport(verify=verify, limits=limits)
         self.message = 0  # bytes of answers since the last message began
 
     def handle_request(self, request: httpx.Request) -> httpx.Response:
@@ -250,7 +254,7 @@ class FleetClient:
                 make.make_pull_object_fn_protobuf(self._retried("PullObject"), *about),
                 make.make_confirm_message_received_fn_protobuf(confirm, *about),
                 return_type=Message,
-                max_time=60.0,
+                max_time=PULL_S,
                 initial_backoff=0.1,
             )
         except flower.inflatable_utils.ObjectPullError as error:

@@ -30,7 +30,16 @@ from anycostfl.data.files import read_own
 from anycostfl.data.prepare import prepare_dataset
 from anycostfl.data.samples import Dataset, Samples
 from anycostfl.data.split import Partition, split_samples
-from anycostfl.device import DeviceRuntime, Job, Reply, learn_honestly, return_memory, reuse_memory
+from anycostfl.device import (
+    DeviceRuntime,
+    Job,
+    Learn,
+    Reply,
+    learn_honestly,
+    learn_privately,
+    return_memory,
+    reuse_memory,
+)
 from anycostfl.errors import AnycostError, ConfigError
 from anycostfl.experiment import (
     check_fit,
@@ -64,7 +73,7 @@ from anycostfl.flower.messages import (
     to_records,
     write_state,
 )
-from anycostfl.flower.policy import Policy, check_cost
+from anycostfl.flower.policy import Policy, PolicyError, check_cost
 from anycostfl.machine.clock import set_clock, settable_clock
 from anycostfl.machine.sensors import read_clock
 from anycostfl.machine.usage import Usage, has_meter, release_memory, start_usage
@@ -76,6 +85,7 @@ from anycostfl.planning.planner import needed_budgets
 from anycostfl.planning.strategy import Reason, Strategies
 from anycostfl.records.round import Measured
 from anycostfl.server.downlink import first_public, take_step
+from anycostfl.server.privacy import Privacy
 from anycostfl.shrink import SubModel, calibration_batches, recalibrate
 from anycostfl.state import State, tensors_of
 from anycostfl.tasks import Task
@@ -182,6 +192,8 @@ class Setup:
     methods: str = ""  # that are allowed, separated by commas; empty: all (`policy`)
     max_epochs: int = 0
     min_batch: int = 0
+    clip_norm: float = 0.0  # of updates, and noise on them as a multiple of it (`server.privacy`)
+    noise: float = 0.0
     server_files: bool = False  # read files that the server names, as Flower's engine needs it
 
     def node_config(self) -> UserConfig:
@@ -294,7 +306,21 @@ class Device:
             until=until,
         )
         sub = self._sub_model(task, public)
-        return self.runtime.perform(sub, self.samples, job, learn_honestly)
+        return self.runtime.perform(sub, self.samples, job, self._learn())
+
+    def _learn(self) -> Learn:
+        """How it learns: privately, if its owner says so."""
+        setup = self.setup
+        if not setup.noise:
+            return learn_honestly
+        if self.told.feedback:
+            raise PolicyError(
+                "error feedback returns what clipping cut off; the owner of this device allows "
+                "only methods without it"
+            )
+        return learn_privately(
+            learn_honestly, Privacy("local", setup.clip_norm, setup.noise, secret=True)
+        )
 
     def warm_up(self) -> None:
         """Train on one batch and encode: the first time compiles, which no round should pay for."""
@@ -311,6 +337,8 @@ class Device:
 
         A device that planned for itself does no more than it offered.
         """
+        policy = Policy(max_epochs=self.setup.max_epochs)
+        policy.check(self.told.method, self.runtime.epochs * task.work, self.told.training.batch)
         if self.setup.is_member:
             return
         net = self.runtime.net
@@ -318,9 +346,10 @@ class Device:
         elements = sum(math.prod(plan.shapes[n]) for n, _ in net.module.named_parameters())
         bits = 32 * task.upload.beta * elements
         if self.latest:
-            self.latest[0].check(task.alpha, bits / net.size_bits)
+            self.latest[0].check(task.alpha * max(task.work, 1.0), bits / net.size_bits)
         elif self.setup.profile:
-            workload = Workload(net.training_flops, net.size_bits, self.runtime.epochs)
+            flops = task.work * net.training_flops
+            workload = Workload(flops, net.size_bits, self.runtime.epochs)
             check_cost(self._own()[1], workload, plan.flops_ratio, bits)
 
     def evaluate(self, task: wire.EvaluateTask) -> wire.Evaluation:

@@ -40,7 +40,7 @@ from anycostfl.flower.fleet import RoundPolicy
 from anycostfl.flower.keys import KeyFolder, check_expiry
 from anycostfl.flower.numbers import note_nodes
 from anycostfl.flower.server import FAILURE, LOCK, LOG, lock_owner, run_config
-from anycostfl.flower.superlink import check_host
+from anycostfl.flower.superlink import CLOSED_VARIABLE, OPEN_PATH, check_host
 from anycostfl.processes import follow_output, program, safe_environment
 from anycostfl.records.round import RoundRecord
 from anycostfl.records.run import JOURNAL, read_journal
@@ -49,7 +49,7 @@ START_S = 120.0  # for the SuperLink, and for the server app, to come up
 STOP_S = 10.0  # for them to go down
 TRIES = 3  # starts without a finished round in between
 POLL_S = 0.2  # between two looks at the run directory
-HEALTH_S, ANSWER_S = 5.0, 10.0  # between two health checks; for the SuperLink to answer one
+HEALTH_S, ANSWER_S = 5.0, 20.0  # between two health checks; for the SuperLink to answer one
 CONNECTION, CALL_S = "anycostfl", 120.0  # the SuperLink in Flower's configuration; a call of `flwr`
 LONGEST_FAILURE = 10_000  # bytes of what the server app says
 EXPIRY_S = 86_400.0  # between two looks at the certificates
@@ -143,7 +143,7 @@ class SuperLinkProcess:
         with os.fdopen(writing, "wb") as output:
             self._process = subprocess.Popen(  # noqa: S603 - our own interpreter and module
                 [*module, *self.options.superlink_arguments()],
-                env=safe_environment(self._home),
+                env=safe_environment(self._home) | ({CLOSED_VARIABLE: "1"} if self._tls else {}),
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=output,
@@ -154,6 +154,7 @@ class SuperLinkProcess:
         self._registered, self._files = {}, {}
         note_nodes(self.options.folder, {} if self.options.keys else None)
         self.register()
+        self._answers(OPEN_PATH)
 
     def stop(self) -> None:
         """Stop it; its own processes end with it."""
@@ -182,9 +183,9 @@ class SuperLinkProcess:
             self._checked = time.monotonic()
         return self._missed < MISSED
 
-    def _answers(self) -> bool:
+    def _answers(self, path: str = "/health") -> bool:
         """Whether it answers a request, with whatever status."""
-        url = f"{'https' if self._tls else 'http'}://{self.options.address}/health"
+        url = f"{'https' if self._tls else 'http'}://{self.options.address}{path}"
         try:
             httpx.get(url, verify=self._tls, timeout=ANSWER_S, trust_env=False)
         except httpx.TransportError:

@@ -51,7 +51,9 @@ AHEAD = timedelta(days=1)  # that a server's clock is followed into the future
 FAR_AHEAD = "the server's clock says %s, more than %s ahead; set the clock of this device"
 SIGNED = 4  # times at most, one request
 POLL_MIN_S, POLL_MAX_S = 0.1, 1.0  # between two looks for work
-POLL_IDLE_S, IDLE_SHARE = 10.0, 0.05  # of a device without work: the share of its idle time
+POLL_IDLE_S, GROWTH = 10.0, 1.4  # shorter than connections are kept
+IDLE_SHARE, BUSY_SHARE = 0.05, 0.05  # of the time without work; of the time that a server is asked
+RETRY_S = 2.0  # before trying again a server that refuses
 PAUSE_MAX_S = 10.0  # before trying an unreachable server again
 STOP_S, GIVE_UP_S = 10.0, 180.0  # of a SuperNode: to stop, and to keep starting it again
 WRONG_SERVER = ("CERTIFICATE_VERIFY_FAILED", "WRONG_VERSION_NUMBER")
@@ -145,19 +147,22 @@ def enter(address: Address, client: FleetClient, public_key: bytes) -> int:
     if address.key is None:
         with suppress(httpx.HTTPStatusError):  # it may still be registered
             client.register(public_key)
+    pause_s = RETRY_S
     until = math.inf  # counts from the first refusal: the server may not have been there before
     while True:
         try:
             return client.activate(public_key, HEARTBEAT_S)
         except httpx.HTTPStatusError as error:
-            until = min(until, time.monotonic() + REFUSED_S)
+            if error.response.status_code != httpx.codes.SERVICE_UNAVAILABLE:  # it is not ready
+                until = min(until, time.monotonic() + REFUSED_S)
             if time.monotonic() > until:
                 raise RefusedError(
                     f"{address.server} refuses this device ({_why(error)}). Is its public key "
                     "among the server's keys/devices/*.pub, and no other process using it?"
                 ) from error
             log(WARNING, "refused by the server (%s), trying again", _why(error))
-            time.sleep(2.0)
+            time.sleep(pause_s)  # it may have many keys to register, and as many devices that try
+            pause_s = min(1.5 * pause_s, PAUSE_MAX_S)
 
 
 @contextmanager
@@ -179,21 +184,41 @@ def _online(client: FleetClient, node_id: int) -> Iterator[None]:
             client.deactivate(node_id)
 
 
+class Pace:
+    """How long a device waits between two looks for work.
+
+    Longer the longer nothing came, so that a device that is seldom drawn does not ask every second
+    for hours; and longer the longer the server took to answer, so that a thousand devices leave it
+    time for its work.
+    """
+
+    def __init__(self) -> None:
+        self._pause_s, self._latest = POLL_MAX_S, time.monotonic()
+
+    def hurry(self) -> None:
+        """There was work, and there may be more soon."""
+        self._pause_s, self._latest = POLL_MIN_S, time.monotonic()
+
+    def rest(self, took_s: float) -> float:
+        """Seconds to wait after an answer without work, which took so long."""
+        idle_s = time.monotonic() - self._latest
+        pause_s = max(self._pause_s, took_s / BUSY_SHARE)
+        self._pause_s = min(GROWTH * self._pause_s, max(POLL_MAX_S, IDLE_SHARE * idle_s))
+        return min(pause_s, POLL_IDLE_S)
+
+
 def answer_messages(client: FleetClient, app: ClientApp, context: Context) -> None:
     """Answer messages until the server forgets this node."""
-    pause_s, latest, transfer = POLL_MIN_S, time.monotonic(), Transfer()
+    pace, transfer = Pace(), Transfer()
     while True:
         try:
             begin = time.monotonic()
             message = client.pull(context.node_id)
             if message is None:
-                time.sleep(pause_s)
-                # A device that is seldom drawn must not ask every second for hours.
-                idle_s = (time.monotonic() - latest) * IDLE_SHARE
-                pause_s = min(1.2 * pause_s, max(POLL_MAX_S, idle_s), POLL_IDLE_S)
+                time.sleep(pace.rest(time.monotonic() - begin))
                 continue
-            pause_s = POLL_MIN_S
-            latest = came = time.monotonic()
+            pace.hurry()
+            came = time.monotonic()
             write_transfer(context.state, replace(transfer, download_s=came - begin))
             reply = answer(app, message, context)
             ready = time.monotonic()

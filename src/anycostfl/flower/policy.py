@@ -44,14 +44,14 @@ class Policy:
     def __post_init__(self) -> None:
         check_fields(self)
 
-    def check(self, method: str, epochs: int, batch: int) -> None:
+    def check(self, method: str, epochs: float, batch: int) -> None:
         """Raise a PolicyError if an experiment is not what the owner allows."""
         problems = []
         allowed = [name.strip() for name in self.methods.split(",") if name.strip()]
         if allowed and method not in allowed:
             problems.append(f"method {method}, allowed {', '.join(allowed)}")
         if self.max_epochs and epochs > self.max_epochs:
-            problems.append(f"{epochs} epochs, allowed {self.max_epochs}")
+            problems.append(f"{epochs:g} epochs, allowed {self.max_epochs}")
         if batch < self.min_batch:
             problems.append(f"batches of {batch}, allowed from {self.min_batch}")
         if problems:

@@ -34,6 +34,8 @@ Send = Callable[[Event], Awaitable[None]]
 Application = Callable[[Scope, Receive, Send], Awaitable[None]]
 
 PUBLIC = ("/v1/fleet/", "/health")
+OPEN_PATH = "/open"  # asked for by `link` once all keys are registered
+CLOSED_VARIABLE = "ANYCOSTFL_CLOSED"  # environment: devices wait until then
 HEADER_BYTES = 1 << 16
 BODY_BYTES = 6 << 20  # Flower sends messages in parts of 5 MiB, plus what is around them
 ALL_BODIES_BYTES = 1 << 30
@@ -45,21 +47,33 @@ REFUSALS = {
     413: f"a request has at most {BODY_BYTES} bytes",
     503: "too many requests at once",
 }
+NOT_YET = "the server is registering keys"
 UNFILTERED = "the SuperLink runs without a filter, and therefore on loopback addresses only"
 
 
 class LocalControl:
-    """Lets devices reach the Fleet interface, and this machine everything."""
+    """Lets devices reach the Fleet interface, and this machine everything.
+
+    Not before all keys are registered: hundreds of devices that are refused meanwhile and try again
+    would take the time that registering needs.
+    """
 
     def __init__(self, app: Application) -> None:
         self._app = app
+        self._is_open = not os.environ.get(CLOSED_VARIABLE)
         self._held = 0  # bytes of all bodies that are in memory
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer one request, or refuse it."""
-        if scope["type"] == "http" and str(scope.get("path", "")).startswith(PUBLIC):
+        path, here = str(scope.get("path", "")), is_local(scope.get("client"), scope.get("server"))
+        if path == OPEN_PATH and here:
+            self._is_open = True
+            await _refuse(send, 200, "open")
+        elif path.startswith(PUBLIC[0]) and not self._is_open:
+            await _refuse(send, 503, NOT_YET)
+        elif scope["type"] == "http" and path.startswith(PUBLIC):
             await self._answer_device(scope, receive, send)
-        elif scope["type"] == "lifespan" or is_local(scope.get("client"), scope.get("server")):
+        elif scope["type"] == "lifespan" or here:
             await self._app(scope, receive, send)
         else:
             await _refuse(send, 403, "for this machine only")
@@ -151,7 +165,11 @@ def install_filter() -> None:
     """Put the filter and the limits into every server that this process starts from now on."""
     config, connection = uvicorn_classes()
     plain = config.__init__
-    limits = {"http": bounded(connection), "h11_max_incomplete_event_size": HEADER_BYTES}
+    limits = {
+        "http": bounded(connection),
+        "h11_max_incomplete_event_size": HEADER_BYTES,
+        "timeout_keep_alive": int(IDLE_S),  # uvicorn's five seconds cost idle devices a handshake
+    }
 
     def limited(self: Any, app: Application, *args: Any, **settings: Any) -> None:
         plain(self, LocalControl(app), *args, **{**settings, **limits, "ws": "none"})

@@ -97,7 +97,7 @@ def load(name: str) -> Method:
     module = _module(base)
     known: Mapping[str, Method] = {"": module.METHOD, **getattr(module, "VARIANTS", {})}
     if not all(isinstance(method, Method) for method in known.values()):
-        raise UnknownNameError(f"{module.__file__}: METHOD and VARIANTS have to be of type Method")
+        raise UnknownNameError(f"{module.__file__}: METHOD and VARIANTS must be Methods")
     if variant not in known:
         there = ", ".join(variants(base)) or "none"
         raise UnknownNameError(f"no variant {name!r}; of {base} there are {there}")

@@ -34,7 +34,7 @@ from anycostfl.codec.sparse import (
 )
 from anycostfl.methods import elements
 from anycostfl.planning.afford import affordable_cycles, affordable_upload, strategies_of
-from anycostfl.planning.cost import Devices, Workload
+from anycostfl.planning.cost import Devices, Workload, widest_in_memory
 from anycostfl.planning.planner import fixed_strategies
 from anycostfl.planning.strategy import Limits, Strategies
 from anycostfl.state import State, Update, with_full_mask
@@ -76,6 +76,7 @@ def affordable_widths_at(default: float) -> Planner:
         wanted = limits.upload_ratio or default
         upload = affordable_upload(devices, workload, limits, wanted)
         widest = affordable_cycles(devices, workload, upload) - devices.overhead
+        widest = np.minimum(widest, widest_in_memory(devices))
         alpha = np.clip(widest, limits.alpha_min, 1.0)
         upload = np.minimum(upload, alpha)
         return strategies_of(devices, workload, limits, alpha=alpha, upload=upload)

@@ -21,7 +21,7 @@ from anycostfl.methods._common import (
     weigh_by_samples,
 )
 from anycostfl.planning.afford import affordable_cycles, affordable_upload, strategies_of
-from anycostfl.planning.cost import Devices, Workload
+from anycostfl.planning.cost import Devices, Workload, widest_in_memory
 from anycostfl.planning.planner import fixed_strategies
 from anycostfl.planning.strategy import Limits, Strategies
 
@@ -37,6 +37,7 @@ def plan_one_width(devices: Devices, workload: Workload, limits: Limits) -> Stra
     """One width a round: the widest that the whole cohort affords, but never the least one."""
     upload = affordable_upload(devices, workload, limits, limits.upload_ratio or CODED)
     widest = affordable_cycles(devices, workload, upload) - devices.overhead
+    widest = np.minimum(widest, widest_in_memory(devices))
     least = np.clip(widest.min(initial=1.0), limits.alpha_min, 1.0)
     alpha = np.full(len(devices), least)
     return strategies_of(devices, workload, limits, alpha=alpha, upload=np.minimum(upload, alpha))

@@ -23,7 +23,7 @@ from anycostfl.methods.heterofl import METHOD as HETEROFL
 from anycostfl.methods.heterofl import STRICT
 from anycostfl.methods.heterofl import plan as plan_by_capacity
 from anycostfl.planning.afford import affordable_cycles, affordable_upload, strategies_of
-from anycostfl.planning.cost import Devices, Workload
+from anycostfl.planning.cost import Devices, Workload, widest_in_memory
 from anycostfl.planning.planner import fixed_strategies
 from anycostfl.planning.strategy import Limits, Strategies
 
@@ -57,6 +57,7 @@ def plan_strictly(devices: Devices, workload: Workload, limits: Limits) -> Strat
     means = mean_level(held, limits.alpha_min)
     cycles = affordable_cycles(devices, workload, upload) - devices.overhead
     alpha = held[np.maximum(np.searchsorted(means, cycles, side="right") - 1, 0)]
+    alpha = np.minimum(alpha, _down(widest_in_memory(devices), held))
     part = mean_level(alpha, limits.alpha_min) / alpha
     upload = np.minimum(upload, alpha)
     return strategies_of(devices, workload, limits, alpha=alpha, upload=upload, part=part)

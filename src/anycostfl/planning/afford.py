@@ -5,7 +5,8 @@ With C cycles for all samples at full width, an upload of t seconds and P·t jou
     T' = T − t,   E' = E − P·t,   x = max over f of min(T'·f, E'/(ε·f²)) / C
 
 of the cycles; both budgets are spent at f³ = E'/(ε·T'), if the clock reaches it. x is what
-α + o times the work ω may be: all of it as work at one width, or all of it as width.
+α + o times the work ω may be: all of it as work at one width, or all of it as width. A width that
+does not fit into memory is not affordable at any work.
 """
 
 from __future__ import annotations
@@ -65,6 +66,7 @@ def strategies_of(
     work = np.minimum(affordable_cycles(devices, workload, upload) / step, most_work)
     counts = devices.samples * workload.epochs
     able = work * counts >= np.minimum(LEAST_SAMPLES, counts)
+    able &= alpha * ROUNDING <= cost.widest_in_memory(devices)
     seconds, _ = _left(devices, workload, upload)
     cycles = cost.compute_cycles(devices, workload) * step * work
     planned = fixed_strategies(

@@ -37,8 +37,9 @@ def format_record(record: RoundRecord) -> str:
     """A round as one line; ValueError if it could not be read back."""
     _check(record)
     table = {"schema": SCHEMA, **dataclasses.asdict(record)}
-    if not record.remark:  # nearly always
-        del table["remark"]
+    for name in ("remark", "epsilon"):  # nearly always
+        if not table[name]:
+            del table[name]
     for device in table["devices"]:
         for name, usual in ONLY_REAL.items():
             if device[name] == usual:
@@ -65,6 +66,7 @@ def parse_record(line: bytes | str) -> RoundRecord:
         step_bytes=table.get("step_bytes", 0),
         others=table.get("others", {}),
         remark=table.get("remark", ""),
+        epsilon=table.get("epsilon"),
     )
     _check(record)
     return record

@@ -123,6 +123,7 @@ class RoundRecord:
     devices: tuple[DeviceRecord, ...]
     step_bytes: int = 0  # of the step to the next public model, if there is one (`downlink`)
     others: Mapping[str, float] = field(default_factory=dict)
+    epsilon: float | None = None  # spent by the device that took part most often, if it is counted
     remark: str = ""  # what happened to the model besides, such as going back to an earlier one
 
     @property
@@ -235,6 +236,7 @@ def summarise(
         "updates_excluded": kinds[Status.EXCLUDED],
         "devices_suspended": len({d.device for d in devices if d.status is Status.SUSPENDED}),
         "rounds_suspended": kinds[Status.SUSPENDED],
+        "epsilon": records[-1].epsilon if records else None,
         "rounds_remarked": sum(bool(record.remark) for record in records),
         "target": target,
         "rounds_to_target": rounds,

@@ -75,7 +75,7 @@ class Enter:
     def __call__(self, _module: nn.Module, _args: Any) -> None:
         """Switch the replacement on."""
         if not self.mode.stack:
-            self.mode.__enter__()
+            self.mode.__enter__()  # type: ignore[no-untyped-call]  # torch leaves it untyped
         self.mode.stack.append(Running(self.table))
 
 
@@ -89,7 +89,7 @@ class Leave:
         """Switch the replacement off."""
         self.mode.stack.pop()
         if not self.mode.stack:
-            self.mode.__exit__(None, None, None)
+            self.mode.__exit__(None, None, None)  # type: ignore[no-untyped-call]
 
 
 def replace_sizes(model: nn.Module, sites: Sequence[Site], widths: Widths) -> None:

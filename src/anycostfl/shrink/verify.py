@@ -181,7 +181,6 @@ class Failure:
     position: int
     module: str
     message: str
-    blamed: frozenset[str] = frozenset()
 
 
 def first_failure(spec: CutSpec, inputs: Sequence[Any], cuts: Iterable[int]) -> Failure | None:
@@ -234,8 +233,8 @@ def _try_cut(
     if message is not None:
         module = expected[len(seen)][0] if len(seen) < len(expected) else ""
         return Failure(number, len(seen), module, message)
-    why = _untrainable(spec, small, inputs, number)
-    return None if why is None else Failure(number, len(seen), "", why)
+    wrong = _untrainable(spec, small, inputs, number)
+    return None if wrong is None else Failure(number, len(seen), "", wrong)
 
 
 def _untrainable(spec: CutSpec, small: nn.Module, inputs: Sequence[Any], number: int) -> str | None:
@@ -298,7 +297,7 @@ def _repair(
     reason = Reason("cut", failure.module, f"a narrower copy fails: {failure.message}")
     names = _groups_of(spec, failure.module)
     for pinned in [*({name} for name in sorted(names)), names]:  # one if that is enough, or all
-        repaired = _pinned(spec, pinned, reason)
+        repaired = _pinned(spec, _equal_groups(spec, pinned), reason)
         after = first_failure(repaired, inputs, [failure.cut])
         if after is None or after.position > failure.position:
             break
@@ -307,12 +306,23 @@ def _repair(
 
 def _alike(model: nn.Module, module: str) -> list[str]:
     """The modules that are equal to this one but for the numbers in their names."""
-    kind, pattern = type(model.get_submodule(module)), re.sub(r"\d+", "#", module)
+    kind, pattern = type(model.get_submodule(module)), _numberless(f"{module}.")
     return [
         name
         for name, other in model.named_modules()
-        if type(other) is kind and re.sub(r"\d+", "#", name) == pattern
+        if type(other) is kind and _numberless(f"{name}.") == pattern
     ]
+
+
+def _equal_groups(spec: CutSpec, names: set[str]) -> set[str]:
+    """These groups, and those of equal blocks."""
+    patterns = set(map(_numberless, names))
+    return {name for name in spec.coupling.full() if _numberless(name) in patterns}
+
+
+def _numberless(name: str) -> str:
+    """A name without the places of modules in lists: blocks.3.attention is blocks.#.attention."""
+    return re.sub(r"(?<![^.])\d+(?=\.)", "#", name)
 
 
 def _groups_of(spec: CutSpec, module: str) -> set[str]:

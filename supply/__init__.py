@@ -1,0 +1,1 @@
+"""What this project is made of: hashes of everything it installs, and a list of it."""
