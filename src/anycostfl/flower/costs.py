@@ -90,8 +90,12 @@ class Costs:
         return replace(self, estimate=after, pending=None)
 
     def sat_out(self, number: int, *, feasible: bool) -> Costs:
-        """After planning a round; a round that is planned twice counts once."""
-        idle = 0 if feasible else self.idle + (number != self.asked)
+        """After planning a round; a round that is planned twice counts once.
+
+        A try that is not expected to be in time does not end the count: the next one comes later.
+        """
+        is_try = bool(estimator.is_probe(self.idle))
+        idle = 0 if feasible and not is_try else self.idle + (number != self.asked)
         return replace(self, idle=idle, asked=number)
 
 
