@@ -11,7 +11,7 @@ from flwr.app import Message
 
 from anycostfl.config import Config
 from anycostfl.experiment import resolve
-from anycostfl.flower.device import Setup
+from anycostfl.flower.device import Setup, open_device
 from anycostfl.flower.fleet import NotEnoughDevicesError, RoundPolicy
 from anycostfl.flower.server import serve_rounds
 from anycostfl.loop import RoundResult
@@ -31,6 +31,7 @@ def config_of(folder: Path, *more: str) -> Config:
 def run(
     config: Config, setups: list[Setup], tamper: Tamper = honest, policy: RoundPolicy = PATIENT
 ) -> list[RoundResult]:
+    open_device.cache_clear()  # every run is that of processes that have just begun
     grid = LocalGrid(len(setups), tamper)
     for context, setup in zip(grid.contexts.values(), setups, strict=True):
         context.node_config |= setup.node_config()
