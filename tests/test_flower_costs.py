@@ -11,7 +11,7 @@ from flwr.app import Message
 
 from anycostfl.config import Config
 from anycostfl.experiment import resolve
-from anycostfl.flower.device import Setup
+from anycostfl.flower.device import Setup, open_device
 from anycostfl.flower.fleet import NotEnoughDevicesError, RoundPolicy
 from anycostfl.flower.server import serve_rounds
 from anycostfl.loop import RoundResult
@@ -31,6 +31,7 @@ def config_of(folder: Path, *more: str) -> Config:
 def run(
     config: Config, setups: list[Setup], tamper: Tamper = honest, policy: RoundPolicy = PATIENT
 ) -> list[RoundResult]:
+    open_device.cache_clear()  # every run is that of processes that have just begun
     grid = LocalGrid(len(setups), tamper)
     for context, setup in zip(grid.contexts.values(), setups, strict=True):
         context.node_config |= setup.node_config()
@@ -85,7 +86,7 @@ def test_what_was_learnt_survives_a_restart(tmp_path: Path) -> None:
     first = of(run(config, own), 0)
     assert json.loads(Path(own[0].state).read_text())["workloads"]
     again = of(run(config, own), 0)
-    assert again[0].alpha >= first[-1].alpha
+    assert again[0].alpha > 0.8 * first[-1].alpha > 1.2 * first[0].alpha
     Path(own[0].state).write_text("damaged")
     anew = of(run(config, own), 0)
     assert anew[0].alpha == pytest.approx(first[0].alpha)

@@ -33,8 +33,8 @@ MOST_WORKLOADS = 8  # that a file remembers; the latest come last
 FINEST = 64  # the smallest β tried first is at most that much below the largest
 PASSES = 2  # of planning, so that the spread is that of what is planned
 WITHIN = 1.05  # of an offer: the server rounds
-AT_FIRST = 0.75  # of rounds are planned to be in time without ending early
-RESERVED = 0.8  # of uploads take no longer than what is kept for them when training ends early
+AT_FIRST = 0.8  # of rounds are planned to be in time without ending early
+RESERVED = 0.95  # of uploads take no longer than what is kept for them when training ends early
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,8 +90,12 @@ class Costs:
         return replace(self, estimate=after, pending=None)
 
     def sat_out(self, number: int, *, feasible: bool) -> Costs:
-        """After planning a round; a round that is planned twice counts once."""
-        idle = 0 if feasible else self.idle + (number != self.asked)
+        """After planning a round; a round that is planned twice counts once.
+
+        A try that is not expected to be in time does not end the count: the next one comes later.
+        """
+        is_try = bool(estimator.is_probe(self.idle))
+        idle = 0 if feasible and not is_try else self.idle + (number != self.asked)
         return replace(self, idle=idle, asked=number)
 
 
