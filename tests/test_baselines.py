@@ -15,12 +15,15 @@ from torch import nn
 from anycostfl import methods
 from anycostfl.config import load_preset
 from anycostfl.data.samples import Samples
-from anycostfl.device import Training, nested_levels, train
+from anycostfl.device import Training, nested_in, nested_levels, train
+from anycostfl.errors import NotShrinkableError
 from anycostfl.methods import anycostfl_plus, fednova, fjord
+from anycostfl.models.vit import Vit
 from anycostfl.planning.draw import draw_cohort
 from anycostfl.records.round import Status
 from anycostfl.rounds import channel_order, first_state, flops_ratio, permuted
 from anycostfl.shrink import ElasticModel
+from anycostfl.shrink.widths import take
 from anycostfl.simulate import simulate
 from anycostfl.tasks import Task, no_data
 from small_runs import small_config, small_fleet
@@ -147,7 +150,8 @@ def test_nested_steps_train_prefixes_and_nothing_else() -> None:
 
     def trained(epochs: int) -> dict[str, torch.Tensor]:
         sub = net.shrink(1.0)
-        return train(sub.module, data, task, training, 5, epochs=epochs, nested=[net.shrink(0.25)])
+        narrower = [nested_in(sub, net.shrink(0.25))]
+        return train(sub.module, data, task, training, 5, epochs=epochs, nested=narrower)
 
     width = net.plan(0.25).widths["0"]
     assert 0 < width < 8
@@ -211,3 +215,17 @@ def test_anycostfl_plus_is_what_it_was() -> None:
     method = methods.load("anycostfl+")
     assert (method.momentum, method.average, method.by_samples) == (0.5, 0.0, False)
     assert method.plan is anycostfl_plus.plan
+
+
+def test_a_narrower_model_is_found_inside_a_wider_one_where_heads_are_cut() -> None:
+    """Each head keeps its first channels, so the narrower model is no prefix of the wider one."""
+    torch.manual_seed(0)
+    net = ElasticModel(Vit(), torch.randn(2, 3, 32, 32))
+    wide, narrow = net.shrink(0.6), net.shrink(0.3)
+    nested = nested_in(wide, narrow)
+    held, whole = dict(wide.module.named_parameters()), dict(net.module.named_parameters())
+    for name, index in nested.index.items():
+        wanted = take(whole[name], narrow.plan.index[name])
+        assert torch.equal(take(held[name], index), wanted)
+    with pytest.raises(NotShrinkableError, match="no part"):
+        nested_in(narrow, wide)

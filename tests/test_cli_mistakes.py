@@ -24,7 +24,10 @@ from small_runs import small_overrides
     [
         (["data", "--plot", "/dev/null/x.png"], "figure: given /dev/null/x.png"),
         (["data", "--plot", "x.foo"], "figure: given x.foo"),
-        (["inspect", "--model", "torch.nn:Linear", "--input", "3"], "make() needs no arguments"),
+        (
+            ["inspect", "--model", "torch.nn:Linear", "--input", "3"],
+            "function() needs no arguments",
+        ),
         (["inspect", "--model", "raises:make", "--input", "3"], "KeyError: 'weights'"),
         (["inspect", "--model", "cnn", "--input", "1,28,28"], "brings its own shape"),
         (["serve", "--insecure", "--port", "99999"], "must be 1 to 65535"),
@@ -33,7 +36,7 @@ from small_runs import small_overrides
         (["run", "--resume", "latin1"], "cannot read latin1/config.toml"),
         (["run", "dmeo"], "did you mean 'demo'"),
         (["run", "demo", "--set", "run.roundz=3"], "did you mean rounds"),
-        (["run", "--set", "run.method=fedsgd"], "there are anycostfl, anycostfl+, fedavg"),
+        (["run", "--set", "run.method=fedsgd"], "there are anycostfl, anycostfl+, feda"),
         (["run", "--set", "run.method=fedhc", "--set", "run.rounds=0"], "2 problems"),
         (["run", "--set", "run.method=fedhc"], "run.method: no method 'fedhc'; did you mean"),
         (["compare", "demo", "--methods", ", "], "--methods: given ', ', must be all"),

@@ -75,7 +75,7 @@ def test_infeasible_device_is_explained_and_ends_with_two(call: Call) -> None:
 @pytest.mark.parametrize(
     ("words", "told"),
     [
-        (("--preset", "nope"), "there are air, best, cifar10-iid"),
+        (("--preset", "nope"), "there are air, bench-cifar"),
         (("--device", "toaster"), "there are jetson-agx-xavier"),
         ((*NANO, "--energy", "-1"), "energy_j: given -1"),
         ((*NANO, "--latency", "nan"), "latency_s: given nan"),

@@ -157,7 +157,7 @@ def test_without_the_client_a_device_is_a_supernode(
     command, env = started
     assert Path(command[0]).name == "flower-supernode"
     assert command[command.index("--node-config") + 1] == (
-        'device=3 profile="jetson-nano" rate-bps=1000000.0 latency-s=2.0 energy-j=0.5 threads=1'
+        'device=3 profile="jetson-nano" rate-bps=1000000.0 latency-s=2.0 energy-j=0.5'
     )
     assert env["PYTHONSAFEPATH"] == "1"
     with pytest.raises(ConfigError, match="Without TLS"):

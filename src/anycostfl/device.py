@@ -39,7 +39,7 @@ from anycostfl.metrics import Metric
 from anycostfl.records.round import Measured
 from anycostfl.server.privacy import NOISE, Privacy, privatise, system_noise
 from anycostfl.shrink import ElasticModel, Order, SubModel
-from anycostfl.shrink.widths import Region, put, take
+from anycostfl.shrink.widths import Region, put, relative, take
 from anycostfl.state import State
 from anycostfl.tasks import Task
 
@@ -202,10 +202,10 @@ class DeviceRuntime:
         asked = self.training.proximal
         return self.method.proximal if asked is None else asked
 
-    def nested(self, sub: SubModel) -> list[SubModel]:
+    def nested(self, sub: SubModel) -> list[Nested]:
         """The narrower models inside a sub-model that its steps alternate with."""
         levels = nested_levels(self.method.levels, sub.plan.alpha)
-        return [self.net.shrink(level) for level in levels]
+        return [nested_in(sub, self.net.shrink(level)) for level in levels]
 
     def _permuted(self, state: State, order: Order) -> State:
         return self.net.permute(state, order) if order else state
@@ -262,7 +262,7 @@ def train(
     rate: float | None = None,
     work: float = 1.0,
     proximal: float = 0.0,
-    nested: Sequence[SubModel] = (),
+    nested: Sequence[Nested] = (),
 ) -> dict[str, Tensor]:
     """Train in place; returns the update of every trained parameter, in main memory.
 
@@ -296,7 +296,7 @@ def train_until(
     rate: float | None = None,
     work: float = 1.0,
     proximal: float = 0.0,
-    nested: Sequence[SubModel] = (),
+    nested: Sequence[Nested] = (),
     until: float = math.inf,
 ) -> Trained:
     """The same, but no step begins that would end after a point in time; the first one always does.
@@ -346,6 +346,20 @@ def is_time_left(begin: float, done: int, until: float) -> bool:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
+class Nested:
+    """A narrower model inside a sub-model, and where its tensors are in the sub-model's."""
+
+    module: nn.Module
+    index: Mapping[str, Region]
+
+
+def nested_in(sub: SubModel, narrower: SubModel) -> Nested:
+    """A narrower sub-model of the same model as part of a wider one."""
+    own, index = sub.plan.index, narrower.plan.index
+    return Nested(narrower.module, {name: relative(index[name], own[name]) for name in index})
+
+
+@dataclass(frozen=True, slots=True, eq=False)
 class _Part:
     """What one local step trains: the whole of a module, or a narrower model inside it."""
 
@@ -374,15 +388,13 @@ class _Part:
         return self
 
 
-def _alternating(module: nn.Module, nested: Sequence[SubModel], seed: int) -> Iterator[_Part]:
+def _alternating(module: nn.Module, nested: Sequence[Nested], seed: int) -> Iterator[_Part]:
     """What each step trains: always the module, or it and its nested models in random turns."""
     whole = {name: p for name, p in module.named_parameters() if p.requires_grad}
     parts = [_Part(module, whole)]
-    for sub in nested:
-        if any(isinstance(place, Tensor) for name in whole for place in sub.plan.index[name]):
-            raise UpdateError("nested widths: this model's sub-models are not prefixes")
-        sub.module.to(next(iter(whole.values())).device).train()
-        parts.append(_Part(sub.module, whole, sub.plan.index))
+    for narrower in nested:
+        narrower.module.to(next(iter(whole.values())).device).train()
+        parts.append(_Part(narrower.module, whole, narrower.index))
     random = torch.Generator().manual_seed(seed ^ WIDTHS)
     while True:
         for i in torch.randperm(len(parts), generator=random).tolist():

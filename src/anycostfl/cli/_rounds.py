@@ -218,7 +218,7 @@ def in_words(
     if summary["final"] is not None:
         words[info.name] = f"{info.show(summary['final'])}, at best {info.show(summary['best'])}"
     words |= {name: _other(name, value, info) for name, value in summary["others"].items()}
-    if summary["epsilon"] is not None:
+    if summary.get("epsilon") is not None:
         words["privacy"] = f"ε {summary['epsilon']:.3g} at most for any device, at δ {delta:g}"
     words["cost"] = spent(summary["simulated_minutes"], summary["energy_kj"], real=real)
     up, down = (amount(1e6 * summary[key], "B") for key in ("uploaded_mb", "downloaded_mb"))

@@ -20,7 +20,6 @@ from anycostfl.codec import (
     flatten,
 )
 from anycostfl.codec.arrays import Floats
-from anycostfl.codec.dense import MAGIC as DENSE_MAGIC
 from anycostfl.codec.dense import pack_dense, unpack_dense
 from anycostfl.codec.frame import PayloadBinding, payload_binding
 from anycostfl.codec.sparse import (
@@ -91,7 +90,7 @@ def encode_at_rate(update: State, upload: Upload) -> bytes:
 
 def decode_at_rate(payload: bytes, shapes: Shapes, upload: Upload) -> Update:
     """The inverse; what was not sent counts as zero."""
-    if payload.startswith(DENSE_MAGIC):
+    if upload.beta == 1:
         return decode_dense(payload, shapes, upload)
     return decode_unmasked(payload, shapes, upload)
 

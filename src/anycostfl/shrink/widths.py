@@ -236,6 +236,21 @@ def take(tensor: Tensor, region: Region) -> Tensor:
     return tensor
 
 
+def relative(inner: Region, outer: Region) -> Region:
+    """Where the indices of one region are among those of another that holds them all."""
+    return tuple(_positions(one, all_) for one, all_ in zip(inner, outer, strict=True))
+
+
+def _positions(inner: slice | Tensor, outer: slice | Tensor) -> slice | Tensor:
+    if isinstance(outer, slice):
+        return inner  # a prefix: everything is where it was
+    wanted = torch.arange(inner.stop) if isinstance(inner, slice) else inner
+    found = torch.searchsorted(outer, wanted)
+    if not torch.equal(outer[found.clamp(max=len(outer) - 1)], wanted):
+        raise NotShrinkableError("the narrower sub-model is no part of the wider one")
+    return found
+
+
 def put(target: Tensor, region: Region, values: Tensor) -> None:
     """Write values into the region of a target, in place."""
     target[_mesh(region)] = values
