@@ -22,7 +22,7 @@ fleet: $(READY) ## A real fleet on this machine: one server, four devices, TLS a
 	$(BIN)/anycostfl fleet
 
 test: lint ## Install, then run every quick check: lint, types, layers, tests
-	$(BIN)/python -m pytest -n 2 -m "not slow"
+	$(BIN)/python -m pytest -n 2 --dist worksteal -m "not slow"
 
 check: lint ## The same with the slow tests and coverage
 	$(BIN)/python -m pytest -n 2 --cov --cov-report=term

@@ -179,16 +179,18 @@ def server(begin: bytes, *, endless: bool) -> Iterator[node.Address]:
     with socket.create_server(("127.0.0.1", 0)) as listener:
 
         def serve() -> None:
-            with suppress(OSError):
-                while True:
-                    with suppress(OSError), listener.accept()[0] as line:
-                        line.recv(1 << 16)
-                        line.sendall(begin)
-                        while endless:
-                            line.sendall(CHUNK)
+            while listener.fileno() >= 0:  # until it is closed
+                with suppress(OSError), listener.accept()[0] as line:
+                    line.recv(1 << 16)
+                    line.sendall(begin)
+                    while endless:
+                        line.sendall(CHUNK)
 
-        threading.Thread(target=serve, daemon=True).start()
+        thread = threading.Thread(target=serve)
+        thread.start()
         yield node.Address(f"127.0.0.1:{listener.getsockname()[1]}", None, None, 0.1)
+        listener.shutdown(socket.SHUT_RDWR)  # what accepts is woken
+    thread.join()
 
 
 @pytest.mark.parametrize(

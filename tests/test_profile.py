@@ -158,9 +158,9 @@ def test_estimates_are_stated_with_their_uncertainty(tmp_path: Path) -> None:
 
 
 def busy_meter() -> Callable[[], float]:
-    """10 W always, and 20 W more if this process computes, on however busy a machine."""
-    used = time.process_time()
-    return lambda: 10.0 + 20.0 * (time.process_time() - used > 0.005)
+    """10 W always, and 20 W more if this thread computes, on however busy a machine."""
+    used = time.thread_time()
+    return lambda: 10.0 + 20.0 * (time.thread_time() - used > 0.005)
 
 
 def test_power_is_what_training_adds_to_idling(monkeypatch: pytest.MonkeyPatch) -> None:
