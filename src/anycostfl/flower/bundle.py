@@ -1,6 +1,6 @@
 """One file for one device: its key, the certificate it trusts, the server's address, its number.
 
-A bundle is TOML, readable by its owner only. Whoever holds it can take the device's place.
+A bundle is TOML, readable by its owner only. Anyone who holds it can take the device's place.
 """
 
 from __future__ import annotations

@@ -83,7 +83,7 @@ def read_state(records: RecordDict, key: str) -> State:
 
 @dataclass(frozen=True, slots=True)
 class Transfer:
-    """Seconds of a device's transfers; NaN where whoever carries messages does not say.
+    """Seconds of a device's transfers; NaN where the transport does not say.
 
     `download_s` is of the message at hand, `upload_s` of the reply to round `earlier_round`.
     """

@@ -75,7 +75,7 @@ class Privacy:
         return {"central": self.noise, "local": self.noise / 2}.get(self.mode, math.inf)
 
     def spent(self, rounds: int) -> float | None:
-        """ε at δ of a device that took part in so many rounds; None without privacy."""
+        """ε at δ of a device that took part in that number of rounds; None without privacy."""
         if self.mode == "none":
             return None
         return epsilon(self.multiplier, rounds, self.delta) if rounds else 0.0
